@@ -1,0 +1,149 @@
+"""The package's errors: each constructor takes the facts and writes one sentence: what, where and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def list_names(names: Iterable[object], limit: int = 6) -> str:
+    """Join names for a message, cutting long lists."""
+    items = [str(name) for name in names]
+    shown = ", ".join(items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
+class SELError(ValueError):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(SELError):
+    """An option has a value that cannot work."""
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(f"{field}={value!r}: {reason}")
+
+
+class NonFiniteWeightError(SELError):
+    """A weight to be inverted holds NaN or infinity."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(
+            f"{name} holds {count} NaN or infinite value(s), which have no raw weight; repair the checkpoint, or leave "
+            "the module out with exclude_modules"
+        )
+
+
+class SlopeError(SELError):
+    """The map that a branch inverts is too flat near zero."""
+
+    def __init__(self, name: str, mode: str, slope: float, linear: float) -> None:
+        super().__init__(
+            f"{name}: mode={mode!r} subtracts the linear path on one branch and needs a starting slope "
+            "exp_scale*exp(-offset)*beta*inner_multiplier of at least 1.25*linear_scale to be invertible in float32, "
+            f"but the slope is {slope:.6g} and linear_scale {linear:.6g}; start linear_scale at {slope / 1.25:.6g} or "
+            "less, raise exp_scale, or use mode='congruent'"
+        )
+
+
+class ShiftStartError(SELError):
+    """A non-zero starting shift leaves small weights without a raw weight."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name}: the shift must start at 0, because any other start makes the map jump at zero and small weights "
+            "have no raw weight; set the start of shift to 0 and let it train from there"
+        )
+
+
+class ConvergenceError(SELError):
+    """Newton's method did not reach the weight."""
+
+    def __init__(self, name: str, num_steps: int, residual: float) -> None:
+        super().__init__(
+            f"{name}: the inversion stopped after {num_steps} Newton steps at a relative residual of {residual:.3g}; "
+            "lower beta for this module (beta_pattern) or exclude it"
+        )
+
+
+class UnsupportedModuleError(SELError):
+    """A target module is of a type that cannot be converted."""
+
+    def __init__(self, name: str, kind: str, reason: str = "") -> None:
+        detail = f" ({reason})" if reason else ""
+        super().__init__(
+            f"target module {name} is a {kind}{detail}; supported: torch.nn.Linear with a floating-point weight in "
+            "memory. Narrow target_modules or list it in exclude_modules"
+        )
+
+
+class DroppedBaseError(SELError):
+    """Something needs the base weights that base_weight='drop' freed."""
+
+    def __init__(self, action: str, adapter: str) -> None:
+        super().__init__(
+            f"{action} needs the base weights, which adapter {adapter!r} freed with base_weight='drop'; convert with "
+            "base_weight='keep', or reload the base model"
+        )
+
+
+class AdapterMismatchError(SELError):
+    """Saved adapter tensors do not fit the model."""
+
+    def __init__(
+        self, adapter: str, missing: list[str], unexpected: list[str], mismatched: list[str], hint: str = ""
+    ) -> None:
+        problems = [
+            f"{what}: {list_names(names)}"
+            for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+            if names
+        ]
+        super().__init__(
+            f"the saved tensors of adapter {adapter!r} do not fit this model ({'; '.join(problems)}); load it on the "
+            f"base model it was made from{hint}"
+        )
+
+
+class AdapterStateError(SELError):
+    """An adapter is not in a state that allows the request."""
+
+    def __init__(self, adapter: str, problem: str, way_out: str) -> None:
+        super().__init__(f"adapter {adapter!r} {problem}; {way_out}")
+
+
+class BrokenMergeError(SELError):
+    """safe_merge found NaN or infinity in a merged weight."""
+
+    def __init__(self, name: str, adapters: Iterable[str]) -> None:
+        super().__init__(
+            f"merging adapter(s) {list_names(adapters)} gives NaN or infinite values in {name}; the base weight is "
+            "unchanged. The adapter is broken: go back to an earlier checkpoint"
+        )
+
+
+class CheckpointError(SELError):
+    """A checkpoint or adapter file cannot be used."""
+
+    def __init__(self, path: str | Path, problem: str, way_out: str) -> None:
+        super().__init__(f"{path}: {problem}; {way_out}")
+
+
+class OutputExistsError(SELError):
+    """The output folder is already there."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(f"{path} already exists; name another output folder or remove this one first")
+
+
+class RecipeError(SELError):
+    """A YAML recipe or an override holds a key or value that is not known."""
+
+    def __init__(self, source: str | Path, key: str, problem: str) -> None:
+        super().__init__(f"{source}: {key}: {problem}")
+
+
+class ParameterGroupError(SELError):
+    """A model's trainable parameters do not fit into optimizer groups."""
+
+    def __init__(self, problem: str, way_out: str) -> None:
+        super().__init__(f"{problem}; {way_out}")

@@ -1,0 +1,46 @@
+"""What every test gets: no network, its own seed, few threads; and the real checkpoint for those that ask for it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything that imports it
+
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+MAX_THREADS = 2  # the tensors here are small: more threads only wait for one another
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "real_checkpoint" in getattr(item, "fixturenames", ()):
+            item.add_marker("real")
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed every generator from the test's name: the same draws in any order of tests, others in each test."""
+    value = zlib.crc32(request.node.name.encode())
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint() -> Path:
+    """Folder of SmolLM2-135M as Qwen2 in bf16, made once and kept in the user's cache."""
+    from peft_sel.demo import prepare_checkpoint
+
+    return prepare_checkpoint()
