@@ -1,0 +1,107 @@
+"""The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
+
+A backend is a module with `fold_weight` and `pull_back` (see reference.py); `select_backend` chooses it for each call.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from peft_sel.kernels import reference
+from peft_sel.kernels.reference import Scales, WeightSpec
+
+__all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
+
+
+def select_backend(raw: Tensor) -> ModuleType:
+    """Return the backend for the device of raw."""
+    return reference
+
+
+class _Fold(torch.autograd.Function):
+    """Effective weight from raw, scales and residual; backward recomputes from these inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: WeightSpec,
+        layout: tuple[tuple[str, str], ...],
+        raw: Tensor,
+        beta: Tensor,
+        residual_a: Tensor | None,
+        residual_b: Tensor | None,
+        *parts: Tensor,
+    ) -> Tensor:
+        ctx.spec, ctx.layout = spec, layout
+        ctx.save_for_backward(raw, beta, residual_a, residual_b, *parts)
+        with torch.autocast(raw.device.type, enabled=False):
+            return select_backend(raw).fold_weight(
+                spec, raw, beta, _group(layout, parts), _pair(residual_a, residual_b)
+            )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raw, beta, residual_a, residual_b, *parts = ctx.saved_tensors
+        _, _, needs_raw, _, needs_a, needs_b, *needs_parts = ctx.needs_input_grad
+        names = {scale for (scale, _), needed in zip(ctx.layout, needs_parts, strict=True) if needed}
+        names |= {
+            name for name, needed in (("raw", needs_raw), ("residual_a", needs_a), ("residual_b", needs_b)) if needed
+        }
+        with torch.autocast(raw.device.type, enabled=False):
+            grads = select_backend(raw).pull_back(
+                ctx.spec, grad, raw, beta, _group(ctx.layout, parts), _pair(residual_a, residual_b), names
+            )
+        part_grads = [
+            grads.scales[scale][part].to(tensor.dtype) if needed else None
+            for (scale, part), tensor, needed in zip(ctx.layout, parts, needs_parts, strict=True)
+        ]
+        residual_grads = _like(grads.residual_a, residual_a), _like(grads.residual_b, residual_b)
+        return None, None, _like(grads.raw, raw), None, *residual_grads, *part_grads
+
+
+def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list[Tensor]) -> Scales:
+    """Rebuild the scales from their flattened parts."""
+    scales: Scales = {}
+    for (scale, part), tensor in zip(layout, parts, strict=True):
+        scales.setdefault(scale, {})[part] = tensor
+    return scales
+
+
+def _pair(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if a is None or b is None else (a, b)
+
+
+def _like(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(tensor.dtype)
+
+
+def fold(
+    spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Compute the effective weight of a target weight (Eq. 3-7, plus the residual in weight space).
+
+    Forward saves its inputs only and backward recomputes, so nothing weight-sized is kept. Evaluated in float32
+    (float64 for float64 raw) whatever autocast says, and rounded once, to spec.dtype. Weights that are exactly 0 have a
+    live gradient. Not twice differentiable.
+
+    Args:
+        spec: Mode, patterns, residual scaling and result dtype.
+        raw: Raw weight, (d_out, d_in).
+        beta: Curvature, a 0-d tensor.
+        scales: Parts of each scale by scale name, as init_parts makes them; every name has a pattern in spec.
+        residual: (A, B) of shapes (r, d_in) and (d_out, r), or None.
+
+    Returns:
+        w_eff of raw's shape, in spec.dtype: f(raw) + residual_scaling * B @ A.
+    """
+    layout = tuple((scale, part) for scale, parts in scales.items() for part in parts)
+    tensors = [tensor for parts in scales.values() for tensor in parts.values()]
+    residual_a, residual_b = residual if residual is not None else (None, None)
+    result: Tensor = _Fold.apply(spec, layout, raw, beta, residual_a, residual_b, *tensors)
+    return result
