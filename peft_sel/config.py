@@ -1,0 +1,264 @@
+"""SELConfig and ScaleConfig: what a user can choose, checked where it is written down."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftConfig, PeftType
+
+from peft_sel.errors import ConfigError
+from peft_sel.numerics import FAMILIES, MODES, PATTERNS, SCALE_NAMES, check_beta, check_choice
+
+RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INITS = ("exact", "congruent")
+BIASES = ("none", "all")
+BASE_WEIGHTS = ("keep", "drop")
+CARD_HEADING = "## How to load this adapter"
+
+
+@dataclass
+class ScaleConfig:
+    """How one structured scale is built and trained (section 4.4 of the paper).
+
+    Attributes:
+        pattern: "global", "row", "column", "row_col_mult", "row_col_add" or "lora".
+        init: Value everywhere at the start; None for the method's own (1/beta, 1/max(beta, 7.5), 1, 0, 0).
+        lr_mult: Multiplier k0 on the base learning rate, positive.
+        lr_mult_end: Multiplier k1 after annealing, positive; None keeps lr_mult throughout.
+        weight_decay: Whether weight decay applies; None for the method's rule (exp_scale and linear_scale only).
+        trainable: False fixes the scale at its start.
+        rank: Inner dimension of the lora pattern.
+        transform: "exp" trains the logarithm of each part, so that the scale stays positive; None the part itself.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    pattern: str = "row_col_mult"
+    init: float | None = None
+    lr_mult: float = 1.0
+    lr_mult_end: float | None = None
+    weight_decay: bool | None = None
+    trainable: bool = True
+    rank: int = 4
+    transform: Literal["exp"] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("pattern", self.pattern, PATTERNS)
+        for name in ("lr_mult", "lr_mult_end"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(name, value, "a multiplier must be positive; trainable=False fixes a scale")
+        if self.init is not None and not math.isfinite(self.init):
+            raise ConfigError("init", self.init, "the start of a scale must be finite")
+        if self.rank < 1:
+            raise ConfigError("rank", self.rank, "the lora pattern needs a rank of at least 1")
+        if self.transform not in (None, "exp"):
+            raise ConfigError("transform", self.transform, "unknown; choose None or 'exp'")
+        if self.transform == "exp" and self.pattern in ("row_col_add", "lora"):
+            raise ConfigError(
+                "transform", self.transform, f"a sum ({self.pattern}) has no logarithm part by part; use row_col_mult"
+            )
+
+
+@dataclass
+class SELConfig(PeftConfig):
+    """Configuration of a SymExpLin (SEL) adapter.
+
+    The target weights are trained in a curved raw space and folded back into ordinary weights by merge_and_unload. The
+    defaults convert a pretrained model without changing it.
+
+    Attributes:
+        target_modules: Names or a regex of the modules to convert, or "all-linear"; None for the model type's default.
+        exclude_modules: Names or a regex of modules to leave out.
+        modules_to_save: Names of modules to train plainly and save whole.
+        layers_to_transform: Indices of the layers to convert; None for all.
+        layers_pattern: Name of the layer list, if it is not a common one.
+        init_weights: False perturbs raw and scales by 5 %, which tests use; leave it True.
+        mode: How the linear path meets the exponential one: "mismatch" (Eq. 7, recommended), "congruent" (Eq. 6),
+            "oppose" or "exp_only" (no linear path).
+        family: "symexp".
+        beta: Curvature: a positive number, "auto" (beta_rms / rms of each tensor) or "width" (from hidden_size, for
+            weights drawn from scratch). Saved with the adapter.
+        beta_pattern: {regex of the module name: beta} for single modules; the first match wins.
+        beta_rms: beta * rms(W) that "auto" aims at, positive; the paper operates at 0.23 to 0.36.
+        init: "exact" inverts the rule of the mode and leaves the model unchanged; "congruent" inverts the congruent
+            rule (the paper's mismatched initialisation), which changes a pretrained model and warns.
+        train_raw: True trains every weight (dense); False freezes raw and trains scales and residual (a small adapter).
+        exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start.
+        linear_scale: l_w, likewise.
+        inner_multiplier: m, likewise.
+        shift: s, likewise; None (the default) leaves it out. A trained shift makes the map jump at 0.
+        offset: n, likewise; None (the default) leaves it out.
+        r: Rank of the residual added in weight space; 0 for none.
+        residual_alpha: The residual is scaled by residual_alpha / r; None for r, that is 1.
+        residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta.
+        bias: "none", or "all" to train every bias of the model plainly.
+        base_weight: "keep", or "drop" to free the base weights: disable_adapter, unmerge and unload then raise.
+        raw_dtype: "float32", "float64", or "bfloat16"/"float16", which lose information.
+        anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
+            fraction of all steps in (0, 1].
+
+    Raises:
+        ConfigError: If a value is unknown or cannot work.
+
+    Example:
+        >>> SELConfig(r=0, beta=7.5, exp_scale="row").exp_scale.pattern
+        'row'
+    """
+
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    init_weights: bool = True
+    mode: str = "mismatch"
+    family: str = "symexp"
+    beta: float | str = "auto"
+    beta_pattern: dict[str, float] = field(default_factory=dict)
+    beta_rms: float = 0.3
+    init: str = "exact"
+    train_raw: bool = True
+    exp_scale: ScaleConfig | str | None = field(default_factory=ScaleConfig)
+    linear_scale: ScaleConfig | str | None = field(default_factory=ScaleConfig)
+    inner_multiplier: ScaleConfig | str | None = field(default_factory=ScaleConfig)
+    shift: ScaleConfig | str | None = None
+    offset: ScaleConfig | str | None = None
+    r: int = 8
+    residual_alpha: float | None = None
+    residual_lr_mult: float = 1.0
+    bias: str = "none"
+    base_weight: str = "keep"
+    raw_dtype: str = "float32"
+    anneal_steps: int | float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType("SYMEXPLIN")  # added by registry.py
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, set(getattr(self, name)))
+        for choice, known in (
+            ("mode", MODES),
+            ("family", FAMILIES),
+            ("init", INITS),
+            ("bias", BIASES),
+            ("base_weight", BASE_WEIGHTS),
+            ("raw_dtype", tuple(RAW_DTYPES)),
+        ):
+            check_choice(choice, getattr(self, choice), known)
+        for name in SCALE_NAMES:
+            setattr(self, name, self._parse_scale(name, getattr(self, name)))
+        self._check_numbers()
+        self._check_combinations()
+
+    @staticmethod
+    def _parse_scale(name: str, value: Any) -> ScaleConfig | None:
+        if value is None or isinstance(value, ScaleConfig):
+            return value
+        try:
+            return ScaleConfig(pattern=value) if isinstance(value, str) else ScaleConfig(**value)
+        except TypeError as error:
+            raise ConfigError(name, value, f"not a ScaleConfig ({error})") from error
+
+    def _check_numbers(self) -> None:
+        if isinstance(self.beta, str):
+            check_choice("beta", self.beta, ("auto", "width", "a positive number"))
+        for value in [] if isinstance(self.beta, str) else [self.beta]:
+            check_beta(value)
+        for pattern, value in self.beta_pattern.items():
+            check_beta(value)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError("beta_pattern", pattern, f"not a regular expression: {error}") from error
+        for name in ("beta_rms", "residual_lr_mult"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(name, getattr(self, name), "must be a positive, finite number")
+        if self.r < 0:
+            raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or more")
+        steps, fraction = self.anneal_steps, isinstance(self.anneal_steps, float)
+        if steps <= 0 or (fraction and steps > 1):
+            raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
+
+    def _check_combinations(self) -> None:
+        if self.base_weight == "drop" and not self.train_raw:
+            raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
+        shift_start = self.shift.init if isinstance(self.shift, ScaleConfig) else None
+        if shift_start not in (None, 0, 0.0):
+            raise ConfigError(
+                "shift", shift_start, "must start at 0: any other start leaves small weights without a raw one"
+            )
+        for name in ("shift", "offset"):
+            scale = getattr(self, name)
+            if scale is not None and scale.transform == "exp":
+                raise ConfigError(name, scale.transform, "a start of 0 has no logarithm; use transform=None")
+            if scale is not None and scale.pattern == "row_col_mult" and not scale.init:
+                raise ConfigError(
+                    name,
+                    scale.pattern,
+                    "a product of rows and columns that starts at 0 gets no gradient; use global, row, column, "
+                    "row_col_add or lora",
+                )
+
+    @property
+    def residual_scaling(self) -> float:
+        """Factor on B @ A: residual_alpha / r, 1 where no alpha is given."""
+        return 1.0 if self.residual_alpha is None or self.r == 0 else self.residual_alpha / self.r
+
+    def scale_configs(self) -> dict[str, ScaleConfig]:
+        """Return the scales of the transform by name, those fixed at a value that is not neutral included."""
+        scales = {}
+        for name in SCALE_NAMES:
+            config = getattr(self, name)
+            if name == "linear_scale" and self.mode == "exp_only":
+                continue
+            if config is None and name in ("exp_scale", "linear_scale"):
+                config = ScaleConfig("global", trainable=False)
+            if config is not None:
+                scales[name] = config
+        return scales
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the configuration, and say in the folder's model card how to load the adapter.
+
+        Args:
+            save_directory: Folder to write to.
+            **kwargs: Passed on to PeftConfig.save_pretrained.
+        """
+        super().save_pretrained(save_directory, **kwargs)
+        write_card(Path(save_directory), self.base_model_name_or_path)
+
+
+def write_card(folder: Path, base_model: str | None) -> None:
+    """Put the section that says how to load and merge the adapter on top of the folder's README.md, once."""
+    path = folder / "README.md"
+    card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
+    if CARD_HEADING in card.text:
+        return
+    base = base_model or "BASE_MODEL"
+    section = f"""{CARD_HEADING}
+
+This is a SymExpLin (SEL) adapter. PEFT knows it after `import peft_sel` (without it: `KeyError: 'SYMEXPLIN'`):
+
+```python
+import peft_sel  # registers SEL with PEFT; needed before any from_pretrained
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "THIS_FOLDER")
+plain = model.merge_and_unload()  # an ordinary model: save it and load it anywhere, without peft_sel
+```
+
+Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
+"""
+    card.text = f"\n{section}\n{card.text.lstrip()}"
+    card.save(path)

@@ -1,0 +1,173 @@
+"""One adapter of one weight: its scales, its conversion from a base weight and its way back, for layers and files."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from peft_sel.config import RAW_DTYPES, ScaleConfig, SELConfig
+from peft_sel.errors import AdapterMismatchError
+from peft_sel.kernels import WeightSpec, fold
+from peft_sel.numerics import (
+    InversionReport,
+    auto_beta,
+    expand_parts,
+    init_parts,
+    invert_weight,
+    start_value,
+    width_beta,
+)
+
+PREFIX = "symexplin_"  # of every saved key
+
+
+class StructuredScale(nn.Module):
+    """The parameters of one structured scale of one adapter, named by part (4.4)."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ScaleConfig,
+        beta: float,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.name, self.pattern, self.transform = name, config.pattern, config.transform
+        self.init = config.init
+        self.reset_start(beta)
+        parts = init_parts(config.pattern, self.start, shape, rank=config.rank, dtype=dtype, device=device)
+        for part, tensor in parts.items():
+            value = tensor.log() if self.transform == "exp" else tensor
+            self.register_parameter(part, nn.Parameter(value, requires_grad=config.trainable))
+
+    def reset_start(self, beta: float) -> None:
+        """Set the value that the scale starts at, for a curvature."""
+        self.start = start_value(self.name, beta) if self.init is None else self.init
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the parts as expand_parts takes them, after the positive transform."""
+        return _transform_parts(self.transform, dict(self.named_parameters()))
+
+
+def _transform_parts(transform: str | None, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part.exp() for name, part in parts.items()} if transform == "exp" else parts
+
+
+def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int | None) -> float:
+    """Choose the curvature of a target weight, as the float32 number that the adapter saves.
+
+    Args:
+        config: Its beta_pattern (first match of the whole name or its end), else its beta.
+        name: Module name.
+        weight: Base weight.
+        hidden_size: Width of the model; None takes the smaller side of weight.
+
+    Returns:
+        beta, exactly representable in float32.
+    """
+    beta: float | str = config.beta
+    for pattern, value in config.beta_pattern.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            beta = value
+            break
+    if beta == "auto":
+        beta = auto_beta(weight, config.beta_rms, f"{name}.weight")
+    elif beta == "width":
+        beta = width_beta(hidden_size or min(weight.shape))
+    return float(torch.tensor(float(beta), dtype=torch.float32))
+
+
+def invert_at_start(config: SELConfig, beta: float, weight: Tensor, name: str) -> tuple[Tensor, InversionReport]:
+    """Invert a base weight with the starting values of the configured scales (every pattern starts uniform).
+
+    Args:
+        config: Mode, family, init and scales.
+        beta: Curvature, exactly representable in float32.
+        weight: Base weight.
+        name: How errors call the tensor.
+
+    Returns:
+        (raw, report) of invert_weight, raw in the configured raw_dtype.
+    """
+    raw_dtype = RAW_DTYPES[config.raw_dtype]
+    dtype = torch.float64 if raw_dtype == torch.float64 else torch.float32
+    starts = {}
+    for scale, scale_config in config.scale_configs().items():
+        structured = StructuredScale(scale, scale_config, beta, (1, 1), dtype)
+        starts[scale] = expand_parts(structured.pattern, structured.parts()).detach().reshape(()).to(weight.device)
+    raw, report = invert_weight(
+        weight.to(dtype) if torch.float64 in (dtype, weight.dtype) else weight,
+        **starts,
+        beta=beta,
+        mode=config.mode,
+        init=config.init,
+        family=config.family,
+        name=name,
+    )
+    return raw.to(raw_dtype), report
+
+
+def expected_shapes(config: SELConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a saved adapter holds for a target weight, by its name after the prefix."""
+    shapes: dict[str, tuple[int, ...]] = {"beta": ()}
+    if config.train_raw:
+        shapes["raw"] = shape
+    for scale, scale_config in config.scale_configs().items():
+        parts = init_parts(scale_config.pattern, 1.0, shape, rank=scale_config.rank, device="meta")
+        shapes.update({f"{scale}.{part}": tuple(tensor.shape) for part, tensor in parts.items()})
+    if config.r > 0:
+        shapes["residual_a"], shapes["residual_b"] = (config.r, shape[1]), (shape[0], config.r)
+    return shapes
+
+
+def rebuild_weight(
+    config: SELConfig,
+    tensors: dict[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    base_weight: Tensor | None = None,
+    name: str = "weight",
+) -> Tensor:
+    """Compute the effective weight from the saved tensors of an adapter, by the same kernel as the layer.
+
+    Args:
+        config: The adapter's configuration.
+        tensors: Saved tensors of one target weight by their name after the prefix: "raw", "beta", "exp_scale.row", ...
+        dtype: Dtype of the result.
+        base_weight: The base weight; needed where train_raw=False left raw out.
+        name: How errors call the tensor.
+
+    Returns:
+        Effective weight, (d_out, d_in), bit for bit the layer's own.
+
+    Raises:
+        AdapterMismatchError: If a tensor is missing, unexpected or of another shape.
+    """
+    reference = tensors.get("raw", base_weight)
+    shape = tuple(reference.shape) if reference is not None else ()
+    if len(shape) != 2 or (base_weight is not None and tuple(base_weight.shape) != shape):
+        raise AdapterMismatchError(name, [], [], [f"{PREFIX}raw {shape}"])
+    expected = expected_shapes(config, (shape[0], shape[1]))
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    wrong = [key for key in expected if key in tensors and tuple(tensors[key].shape) != expected[key]]
+    if missing or unexpected or wrong:
+        raise AdapterMismatchError(name, missing, unexpected, wrong)
+    beta = tensors["beta"]
+    if config.train_raw:
+        raw = tensors["raw"]
+    else:
+        assert base_weight is not None
+        raw, _ = invert_at_start(config, float(beta), base_weight, name)
+    scales, patterns = {}, {}
+    for scale, scale_config in config.scale_configs().items():
+        parts = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(f"{scale}.")}
+        scales[scale] = _transform_parts(scale_config.transform, parts)
+        patterns[scale] = scale_config.pattern
+    spec = WeightSpec(config.mode, patterns, config.residual_scaling, dtype, config.family)
+    residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
+    with torch.no_grad():
+        return fold(spec, raw, beta, scales, residual)

@@ -1,0 +1,308 @@
+"""The tuner layer: owns the parameters and adapter names of one target module; the formulas are in numerics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from peft_sel.config import RAW_DTYPES, SELConfig
+from peft_sel.conversion import PREFIX, StructuredScale, invert_at_start, resolve_beta
+from peft_sel.errors import BrokenMergeError, DroppedBaseError, UnsupportedModuleError
+from peft_sel.kernels import Scales, WeightSpec, fold
+from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
+
+PERTURBATION = 0.05  # relative, of init_weights=False
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _refresh_after_load(layer: SELLayer, _: Any) -> None:
+    """Recompute what follows from loaded values: the starts of the scales, and the raw weight of frozen adapters."""
+    for adapter, beta in layer.symexplin_beta.items():
+        for scale in layer.scales(adapter).values():
+            scale.reset_start(float(beta))
+        if adapter in layer.symexplin_raw_frozen:
+            layer.refresh_frozen_raw(adapter)
+
+
+class SELLayer(BaseTunerLayer):
+    """Adapter state and merge logic of one target module; mixed into an nn.Module that has its forward."""
+
+    adapter_layer_names = (
+        "symexplin_raw",
+        *(PREFIX + name for name in SCALE_NAMES),
+        "symexplin_residual_a",
+        "symexplin_residual_b",
+    )
+    other_param_names = ("symexplin_raw_frozen", "symexplin_beta", "sel_config", "inversion_report", "_fresh_versions")
+
+    def __init__(self, base_layer: nn.Module, name: str) -> None:
+        self.base_layer = base_layer
+        self.module_name = name
+        self.symexplin_raw = nn.ParameterDict()
+        self.symexplin_raw_frozen = BufferDict(persistent=False)
+        self.symexplin_beta = BufferDict(persistent=True)
+        for scale in SCALE_NAMES:
+            setattr(self, PREFIX + scale, nn.ModuleDict())
+        self.symexplin_residual_a = nn.ParameterDict()
+        self.symexplin_residual_b = nn.ParameterDict()
+        self.sel_config: dict[str, SELConfig] = {}
+        self.inversion_report: dict[str, InversionReport] = {}
+        self._fresh_versions: dict[str, list[tuple[int, int]]] = {}
+        self.frozen_peft_weight_names = {}
+        self.merged_adapters = []
+        self._disable_adapters = False
+        self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
+        module: Any = self
+        self.in_features, self.out_features = module.base_layer.in_features, module.base_layer.out_features
+        module.register_load_state_dict_post_hook(_refresh_after_load)
+
+    def scales(self, adapter: str) -> dict[str, StructuredScale]:
+        """Return the structured scales of an adapter by name."""
+        containers = {name: getattr(self, PREFIX + name) for name in SCALE_NAMES}
+        return {name: scales[adapter] for name, scales in containers.items() if adapter in scales}
+
+    @property
+    def base_weight(self) -> Tensor:
+        """The base layer's own weight, also while an adapter is merged into the layer."""
+        base: Any = self.get_base_layer()
+        weight: Tensor = self._unmerged.get("weight", base.weight)
+        return weight
+
+    @property
+    def base_dropped(self) -> str | None:
+        """Name of the adapter that freed the base weight, or None."""
+        if self.base_weight.numel() == 0 and self.in_features * self.out_features > 0:
+            return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
+        return None
+
+    def update_layer(
+        self, adapter: str, config: SELConfig, *, hidden_size: int | None = None, convert: bool = True
+    ) -> None:
+        """Add an adapter: choose beta, invert the base weight, create scales and residual.
+
+        Args:
+            adapter: Name of the adapter.
+            config: Its configuration.
+            hidden_size: Width of the model, for beta="width".
+            convert: False leaves raw and beta to be loaded (low_cpu_mem_usage).
+
+        Raises:
+            DroppedBaseError: If another adapter freed the base weight.
+            UnsupportedModuleError: If the base weight cannot be read.
+            SELError: If the weight cannot be inverted.
+        """
+        weight = self.base_weight.detach()
+        if self.base_dropped is not None:
+            raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
+        if convert:
+            _check_readable(self.module_name, self.get_base_layer(), weight)
+        beta = resolve_beta(config, self.module_name, weight, hidden_size) if convert else 1.0
+        device = weight.device
+        if convert:
+            raw, report = invert_at_start(config, beta, weight, f"{self.module_name}.weight")
+            self.inversion_report[adapter] = report
+        else:
+            raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype])
+        dtype, shape = compute_dtype(raw), (weight.shape[0], weight.shape[1])
+        self.sel_config[adapter] = config
+        self.symexplin_beta[adapter] = torch.tensor(beta, dtype=torch.float32, device=device)
+        if config.train_raw:
+            self.symexplin_raw[adapter] = nn.Parameter(raw)
+        else:
+            self.symexplin_raw_frozen[adapter] = raw
+        for name, scale_config in config.scale_configs().items():
+            getattr(self, PREFIX + name)[adapter] = StructuredScale(name, scale_config, beta, shape, dtype, device)
+        fixed = tuple(PREFIX + name for name, scale in config.scale_configs().items() if not scale.trainable)
+        self.frozen_peft_weight_names[adapter] = fixed
+        if config.r > 0:
+            bound = 1 / math.sqrt(max(shape[1], 1))  # nn.Linear's, and LoRA's, for A
+            a = torch.empty(config.r, shape[1], dtype=dtype, device=device).uniform_(-bound, bound)
+            self.symexplin_residual_a[adapter] = nn.Parameter(a)
+            b = torch.zeros(shape[0], config.r, dtype=dtype, device=device)
+            self.symexplin_residual_b[adapter] = nn.Parameter(b)
+        if not config.init_weights:
+            self._perturb(adapter)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        self._fresh_versions[adapter] = self._versions(adapter)
+
+    def drop_base_weight(self) -> None:
+        """Free the base weight: a 0-element buffer that remembers dtype and device, and is not saved, replaces it."""
+        base: Any = self.get_base_layer()
+        placeholder = base.weight.detach().new_empty(0)
+        del base.weight
+        base.register_buffer("weight", placeholder, persistent=False)
+
+    def discard_adapter(self, adapter: str) -> None:
+        """Forget an adapter without choosing a new active one."""
+        for attribute in (*self.adapter_layer_names, *self.other_param_names):
+            container = getattr(self, attribute)
+            if adapter in container:
+                del container[adapter]
+        self.frozen_peft_weight_names.pop(adapter, None)
+
+    def is_untouched(self, adapter: str) -> bool:
+        """Whether no parameter of the adapter was written to since its conversion."""
+        return self._fresh_versions.get(adapter) == self._versions(adapter)
+
+    def _versions(self, adapter: str) -> list[tuple[int, int]]:
+        entries = (getattr(self, attribute) for attribute in self.adapter_layer_names)
+        values = [entry[adapter] for entry in entries if adapter in entry]
+        tensors = [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
+        return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+    @torch.no_grad()
+    def _perturb(self, adapter: str) -> None:
+        raw = [self.symexplin_raw[adapter]] if adapter in self.symexplin_raw else []  # a frozen raw is not saved
+        for tensor in [*raw, *(part for scale in self.scales(adapter).values() for part in scale.parameters())]:
+            tensor.mul_(1 + PERTURBATION * torch.randn_like(tensor))
+
+    @torch.no_grad()
+    def refresh_frozen_raw(self, adapter: str) -> None:
+        """Recompute the raw weight of a train_raw=False adapter from the base weight and the adapter's beta."""
+        beta = float(self.symexplin_beta[adapter])
+        raw, _ = invert_at_start(self.sel_config[adapter], beta, self.base_weight, f"{self.module_name}.weight")
+        self.symexplin_raw_frozen[adapter] = raw
+
+    def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
+
+        Args:
+            adapter: Name of an adapter of this layer.
+            dtype: Dtype of the result; None for the base layer's.
+
+        Returns:
+            w_eff, (d_out, d_in).
+        """
+        config, scales = self.sel_config[adapter], self.scales(adapter)
+        raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
+        spec = WeightSpec(
+            config.mode,
+            {name: scale.pattern for name, scale in scales.items()},
+            config.residual_scaling,
+            self.base_weight.dtype if dtype is None else dtype,
+            config.family,
+        )
+        parts: Scales = {name: scale.parts() for name, scale in scales.items()}
+        residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
+        return fold(spec, raw, self.symexplin_beta[adapter], parts, residual)
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Return w_eff - w_base of an adapter, (d_out, d_in), in float32 (float64 for float64 raw)."""
+        if self.base_dropped is not None:
+            raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
+        dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
+        return self.get_effective_weight(adapter, dtype) - self.base_weight.to(dtype)
+
+    def get_combined_weight(self, adapters: list[str]) -> Tensor:
+        """Return the weight with adapters applied: w_eff itself for one, w_base + sum(w_eff_i - w_base) for several."""
+        if len(adapters) == 1:
+            return self.get_effective_weight(adapters[0])
+        deltas = torch.stack([self.get_delta_weight(adapter) for adapter in adapters])
+        return (self.base_weight + deltas.sum(0)).to(self.base_weight.dtype)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put the effective weight in the place of the base weight, which is kept aside for unmerge.
+
+        Args:
+            safe_merge: Check the merged weight for NaN and infinity first.
+            adapter_names: Adapters to merge; None for all active ones.
+
+        Raises:
+            BrokenMergeError: If safe_merge finds NaN or infinity.
+        """
+        new = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.sel_config]
+        if not new:
+            return
+        base: Any = self.get_base_layer()
+        with torch.no_grad():
+            merged = self.get_combined_weight([*self.merged_adapters, *new])
+        if safe_merge and not bool(torch.isfinite(merged).all()):
+            raise BrokenMergeError(f"{self.module_name}.weight", new)
+        self._unmerged.setdefault("weight", base.weight)
+        # A new Parameter, never .data: a tied embedding keeps its own weight.
+        base.weight = nn.Parameter(merged, requires_grad=False)
+        self.merged_adapters.extend(new)
+
+    def unmerge(self) -> None:
+        """Put the base weight back, bit for bit."""
+        if not self.merged:
+            return
+        base: Any = self.get_base_layer()
+        if self.base_dropped is not None:
+            self.drop_base_weight()
+            self._unmerged.clear()
+        else:
+            weight = self._unmerged.pop("weight")
+            weight.data = weight.to(base.weight.device)  # the model may have moved meanwhile
+            base.weight = weight
+        self.merged_adapters.clear()
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
+        """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
+        device, _ = super()._get_base_layer_device_and_dtype(base_layer)
+        return device, None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Apply device moves to everything, but dtype casts to the base layer only."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        module: Any = self
+        if recurse:
+            for name, child in module.named_children():
+                child._apply(fn if name == "base_layer" else keep_dtype)
+        return nn.Module._apply(module, fn, recurse=False)
+
+
+def _check_readable(name: str, base_layer: nn.Module, weight: Tensor) -> None:
+    """Raise unless the weight's values are in memory as ordinary floating-point numbers."""
+    hook = getattr(base_layer, "_hf_hook", None)
+    if getattr(hook, "offload", False) or weight.device.type == "meta":
+        raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
+    if weight.dtype not in FLOAT_DTYPES:
+        raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")
+
+
+class SELLinear(SELLayer, nn.Module):
+    """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
+
+    def __init__(
+        self,
+        base_layer: nn.Linear,
+        adapter: str,
+        config: SELConfig,
+        *,
+        name: str,
+        hidden_size: int | None = None,
+        convert: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)
+        super().__init__(base_layer, name)
+        self._active_adapter = adapter
+        self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Apply the layer: the base layer where adapters are disabled or merged, else x @ w_eff.T + bias."""
+        if self.disable_adapters:
+            if self.base_dropped is not None:
+                raise DroppedBaseError(f"running {self.module_name} without its adapter", self.base_dropped)
+            if self.merged:
+                self.unmerge()
+        adapters = [] if self.disable_adapters or self.merged else self._present_adapters()
+        if not adapters:
+            return self.base_layer(x, *args, **kwargs)
+        return nn.functional.linear(x, self.get_combined_weight(adapters), self.bias)
+
+    def _present_adapters(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config]
+
+    def __repr__(self) -> str:
+        return "symexplin." + super().__repr__()

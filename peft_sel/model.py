@@ -1,0 +1,216 @@
+"""SELModel: chooses the target modules of a model, converts them, and undoes what it did when something fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import _get_submodules
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from peft_sel.config import SELConfig
+from peft_sel.conversion import PREFIX
+from peft_sel.errors import AdapterMismatchError, BrokenMergeError, DroppedBaseError, UnsupportedModuleError
+from peft_sel.layer import SELLayer, SELLinear
+from peft_sel.targets import TARGET_MODULES
+
+CONVERSION_PATIENCE_S = 2.0
+
+
+class SELModel(BaseTuner):
+    """Wraps a model so that its target modules train in SEL space; made by get_peft_model(model, SELConfig(...))."""
+
+    prefix: str = PREFIX
+    tuner_layer_cls = SELLayer
+    target_module_mapping = TARGET_MODULES
+
+    def sel_layers(self) -> Iterator[SELLayer]:
+        """Yield the SEL layers of the model."""
+        return _sel_layers(self.model)
+
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Convert the target modules; on any error every module is put back as it was.
+
+        Args:
+            model: The base model.
+            adapter_name: Name of the adapter.
+            autocast_adapter_dtype: Ignored: raw_dtype decides.
+            low_cpu_mem_usage: Leave raw and scales empty on the meta device, to be loaded.
+            state_dict: Takes the target modules from these keys.
+        """
+        config: Any = self.peft_config[adapter_name]
+        if config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.inference_mode:
+            warnings.warn(
+                f"init='congruent' with mode={config.mode!r} weakens the converted weights: it is meant for training "
+                "from scratch. Use init='exact' to keep a pretrained model as it is",
+                stacklevel=2,
+            )
+        self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
+        matches = [name for name, _ in model.named_modules() if name and self._is_target(config, name)]
+        self._progress = tqdm(
+            total=len(matches), desc="Converting", unit="module", disable=None, delay=CONVERSION_PATIENCE_S, leave=False
+        )
+        try:
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+        except BaseException:
+            _remove_adapter(model, adapter_name)
+            raise
+        finally:
+            self._progress.close()
+        if config.base_weight == "drop":
+            for layer in _sel_layers(model):
+                if adapter_name in layer.sel_config:
+                    layer.drop_base_weight()
+
+    def _is_target(self, config: SELConfig, name: str) -> bool:
+        return config.target_modules is not None and bool(self._check_target_module_exists(config, name))
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: Any,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
+        if isinstance(target, SELLayer):
+            target.update_layer(adapter_name, peft_config, **options)
+        elif type(target).forward is nn.Linear.forward and type(target).__name__ != "NonDynamicallyQuantizableLinear":
+            module = SELLinear(target, adapter_name, peft_config, name=current_key, **options)
+            if adapter_name not in self.active_adapters:
+                module.requires_grad_(False)
+            self._replace_module(parent, target_name, module, target)
+        else:
+            raise UnsupportedModuleError(current_key, type(target).__name__)
+        self._progress.update()
+
+    def _hidden_size(self) -> int | None:
+        config: Any = getattr(self.model, "config", None)
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return getattr(text_config, "hidden_size", None)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        """Do nothing: raw_dtype decides, and PEFT's cast would replace parameters that others hold."""
+
+    def _dropped(self) -> str | None:
+        return next((layer.base_dropped for layer in self.sel_layers() if layer.base_dropped is not None), None)
+
+    def _require_base(self, action: str) -> None:
+        if (adapter := self._dropped()) is not None:
+            raise DroppedBaseError(action, adapter)
+
+    def disable_adapter_layers(self) -> None:
+        """Run the base model until adapters are enabled again; an error where the base weights were dropped."""
+        self._require_base("disable_adapter")
+        super().disable_adapter_layers()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; an error for the one that dropped the base weights.
+
+        Args:
+            adapter_name: Name of the adapter.
+        """
+        if self._dropped() == adapter_name:
+            raise DroppedBaseError("delete_adapter", adapter_name)
+        super().delete_adapter(adapter_name)
+
+    def unload(self) -> nn.Module:
+        """Return the base model as it was before conversion, bit for bit."""
+        self._require_base("unload")
+        self.unmerge_adapter()
+        return super().unload()
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Put effective weights in the place of base weights, which unmerge_adapter restores.
+
+        Args:
+            adapter_names: Adapters to merge; None for all active ones.
+            safe_merge: Check every merged weight for NaN and infinity before the first one is replaced.
+        """
+        if safe_merge:
+            self._check_finite(adapter_names)
+        super().merge_adapter(adapter_names=adapter_names)
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        if merge and safe_merge:
+            self._check_finite(adapter_names)
+        return super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
+
+    @torch.no_grad()
+    def _check_finite(self, adapter_names: list[str] | None) -> None:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        for layer in self.sel_layers():
+            adapters = [name for name in names if name in layer.sel_config]
+            if adapters and not bool(torch.isfinite(layer.get_combined_weight(adapters)).all()):
+                raise BrokenMergeError(f"{layer.module_name}.weight", adapters)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
+        mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        saved = {key: tuple(value.shape) for key, value in mapped.items() if f".{PREFIX}" in key}
+        own = cls._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
+        expected = {
+            key: tuple(value.shape)
+            for key, value in own.items()
+            if f".{PREFIX}" in key and (key.endswith(f".{adapter_name}") or f".{adapter_name}." in key)
+        }
+        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+        wrong = [
+            f"{key} is {saved[key]} in the file and {expected[key]} in the model"
+            for key in expected
+            if key in saved and saved[key] != expected[key]
+        ]
+        if missing or unexpected or wrong:
+            layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
+            if all(layer.is_untouched(adapter_name) for layer in layers):
+                _remove_adapter(model, adapter_name)
+                model.peft_config.pop(adapter_name, None)
+            raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
+        return mapped
+
+
+def _makes_meta_parameters() -> bool:
+    """Whether new parameters land on the meta device, as in the context of PEFT's low_cpu_mem_usage."""
+    probe = nn.Module()
+    probe.parameter = nn.Parameter(torch.empty(0))
+    return probe.parameter.device.type == "meta"
+
+
+def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
+    return (module for module in model.modules() if isinstance(module, SELLayer))
+
+
+def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
+    """Take an adapter out of every layer, and the layers without adapters out of the model."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, SELLayer):
+            continue
+        if adapter_name in module.sel_config:
+            module.discard_adapter(adapter_name)
+        if not module.sel_config:
+            parent, _, child_name = _get_submodules(model, name)
+            setattr(parent, child_name, module.base_layer)

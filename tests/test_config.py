@@ -1,0 +1,107 @@
+"""SELConfig and ScaleConfig: defaults, JSON, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from peft import PeftConfig
+
+from peft_sel import ScaleConfig, SELConfig, SELError
+
+
+def test_json_round_trip(tmp_path):
+    config = SELConfig(
+        target_modules=["q_proj"],
+        mode="oppose",
+        beta=7.5,
+        beta_pattern={"layers.0.*": 3.0},
+        exp_scale=ScaleConfig("row", init=0.1, lr_mult=50.0, lr_mult_end=8.0, weight_decay=False, transform="exp"),
+        inner_multiplier=None,
+        offset="column",
+        anneal_steps=100,
+    )
+    config.save_pretrained(tmp_path)
+    loaded = PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, SELConfig)
+    assert loaded.inference_mode is False
+    assert loaded.to_dict() == config.to_dict()
+    assert isinstance(loaded.exp_scale, ScaleConfig) and loaded.exp_scale.lr_mult_end == 8.0
+
+
+def test_defaults_of_the_contract():
+    config = SELConfig()
+    assert (config.mode, config.family, config.beta, config.beta_rms, config.init) == (
+        "mismatch",
+        "symexp",
+        "auto",
+        0.3,
+        "exact",
+    )
+    assert (config.train_raw, config.r, config.bias, config.base_weight, config.anneal_steps) == (
+        True,
+        8,
+        "none",
+        "keep",
+        0.2,
+    )
+    for name in ("exp_scale", "linear_scale", "inner_multiplier"):
+        scale = getattr(config, name)
+        assert (scale.pattern, scale.lr_mult, scale.lr_mult_end) == ("row_col_mult", 1.0, None)
+    assert config.shift is None and config.offset is None
+    assert SELConfig().exp_scale is not SELConfig().exp_scale
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mode": "missmatch"}, "mode='missmatch'.*mismatch, congruent"),
+        ({"family": "tanh"}, "family='tanh'"),
+        ({"init": "zero"}, "init='zero'"),
+        ({"bias": "some"}, "bias='some'"),
+        ({"base_weight": "disk"}, "base_weight='disk'"),
+        ({"raw_dtype": "int8"}, "raw_dtype='int8'"),
+        ({"exp_scale": "diagonal"}, "pattern='diagonal'.*row_col_mult"),
+        ({"exp_scale": {"patern": "row"}}, "exp_scale=.*patern"),
+        ({"beta": 0.0}, "beta=0.0"),
+        ({"beta": -1}, "beta=-1"),
+        ({"beta": float("nan")}, "beta=nan"),
+        ({"beta": "big"}, "beta='big'"),
+        ({"beta_pattern": {"q_proj": 0.0}}, "beta=0.0"),
+        ({"beta_pattern": {"(": 1.0}}, "beta_pattern='\\('"),
+        ({"beta_rms": 0.0}, "beta_rms=0.0"),
+        ({"r": -1}, "r=-1"),
+        ({"anneal_steps": 0}, "anneal_steps=0"),
+        ({"anneal_steps": 1.5}, "anneal_steps=1.5"),
+        ({"shift": ScaleConfig("global", init=0.1)}, "shift=0.1"),
+        ({"shift": "row_col_mult"}, "shift='row_col_mult'.*no gradient"),
+        ({"offset": ScaleConfig()}, "offset='row_col_mult'.*column"),
+        ({"offset": ScaleConfig("row", transform="exp")}, "offset='exp'"),
+        ({"base_weight": "drop", "train_raw": False}, "base_weight='drop'"),
+    ],
+)
+def test_refuses(options, match):
+    with pytest.raises(SELError, match=match):
+        SELConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lr_mult": 0.0}, "lr_mult=0.0"),
+        ({"lr_mult_end": -1.0}, "lr_mult_end=-1.0"),
+        ({"init": float("inf")}, "init=inf"),
+        ({"rank": 0}, "rank=0"),
+        ({"transform": "log"}, "transform='log'"),
+        ({"pattern": "lora", "transform": "exp"}, "transform='exp'.*row_col_mult"),
+    ],
+)
+def test_scale_config_refuses(options, match):
+    with pytest.raises(SELError, match=match):
+        ScaleConfig(**options)
+
+
+def test_every_field_is_documented():
+    for cls in (SELConfig, ScaleConfig):
+        own = set(cls.__annotations__)
+        assert own == set(re.findall(r"^        (\w+):", cls.__doc__, re.MULTILINE)) & own

@@ -1,0 +1,38 @@
+"""The enum member and the tables that make SEL a PEFT method."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
+
+from peft_sel import SELConfig, SELModel
+from peft_sel.registry import register
+
+
+def test_member_behaves_like_any_other():
+    member = PeftType.SYMEXPLIN
+    assert member is PeftType("SYMEXPLIN") is PeftType["SYMEXPLIN"]
+    assert isinstance(member, PeftType) and isinstance(member, str)
+    assert member == "SYMEXPLIN" and member.value == member.name == "SYMEXPLIN"
+    assert hash(member) == hash("SYMEXPLIN")
+    assert pickle.loads(pickle.dumps(member)) is member
+    assert copy.deepcopy(member) is member
+    assert json.dumps(member) == '"SYMEXPLIN"'
+    assert member in list(PeftType) and len(set(PeftType)) == len(list(PeftType))
+    assert repr(member) == "<PeftType.SYMEXPLIN: 'SYMEXPLIN'>"
+
+
+def test_no_parameter_name_of_transformers_holds_the_type():
+    # transformers marks adapter keys by this substring; "sel" would be in self_attn
+    assert PeftType.SYMEXPLIN.value.lower() not in "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_registering_again_changes_nothing():
+    before = dict(PEFT_TYPE_TO_CONFIG_MAPPING), list(PeftType)
+    register()
+    assert (dict(PEFT_TYPE_TO_CONFIG_MAPPING), list(PeftType)) == before
+    assert PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.SYMEXPLIN] is SELConfig
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.SYMEXPLIN] is SELModel
