@@ -1,0 +1,129 @@
+"""A saved adapter as a file: its tensors sorted by what they are for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+from peft_sel.checkpoint.shards import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CheckpointReader, read_json
+from peft_sel.config import SELConfig
+from peft_sel.conversion import expected_shapes
+from peft_sel.errors import CheckpointError, list_names
+
+KEY_PREFIX = "base_model.model."
+SEL_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.symexplin_(?P<part>[a-z_]+(\.[a-z_]+)?)")
+
+
+class Adapter:
+    """A saved adapter, its tensors sorted by what they are for and read one at a time.
+
+    Args:
+        folder: The folder that save_pretrained wrote.
+
+    Attributes:
+        config: The adapter's configuration.
+        reader: Its file.
+        modules: module path -> {part: key}; a part is "raw", "beta", "exp_scale.row", "residual_a", ...
+        replacements: parameter path -> key, for modules_to_save and trained biases.
+        base_copies: parameter path -> key, for base weights that PEFT saved along (targeted heads).
+
+    Raises:
+        CheckpointError: If the folder holds no SEL adapter, or one that is pickled, corrupt or incomplete.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = _load_config(self.folder)
+        self.reader = CheckpointReader(self.folder, ADAPTER_FILE)
+        self.modules: dict[str, dict[str, str]] = {}
+        self.replacements: dict[str, str] = {}
+        self.base_copies: dict[str, str] = {}
+        try:
+            for key in self.reader.entries:
+                self._sort_key(key)
+            if not self.modules:
+                raise CheckpointError(self.folder / ADAPTER_FILE, "holds no tensor of a SEL adapter", "save it again")
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _sort_key(self, key: str) -> None:
+        """Enter a saved tensor into modules, replacements or base_copies."""
+        match = SEL_KEY.fullmatch(key)
+        if match:
+            self.modules.setdefault(match["module"], {})[match["part"]] = key
+            return
+        path = key.removeprefix(KEY_PREFIX)
+        if path == key or "symexplin_" in path:
+            raise CheckpointError(
+                self.folder / ADAPTER_FILE,
+                f"holds a tensor {key} that no SEL adapter has",
+                "save the adapter with PeftModel.save_pretrained, and load it with the peft_sel that wrote it",
+            )
+        if ".original_module." in path or path.endswith(".base_layer.weight"):
+            self.base_copies[re.sub(r"\.(original_module|base_layer)\.", ".", path)] = key
+        else:
+            self.replacements[re.sub(r"\.(modules_to_save|base_layer)\.", ".", path)] = key
+
+    def check_parts(self, module: str, shape: tuple[int, ...]) -> None:
+        """Check that the saved tensors of a module are those that the configuration asks for.
+
+        Args:
+            module: Module path, a key of modules.
+            shape: Shape of the base weight.
+
+        Raises:
+            CheckpointError: If one is missing, not expected or of another shape.
+        """
+        parts = self.modules[module]
+        file = self.folder / ADAPTER_FILE
+        expected = expected_shapes(self.config, (shape[0], shape[1])) if len(shape) == 2 else {}
+        for part, key in sorted(parts.items(), key=lambda item: item[0] != "raw"):  # raw shows best what is wrong
+            found = self.reader.entries[key].shape
+            if expected and part not in expected:
+                raise CheckpointError(file, f"holds {key}, which its configuration does not mention", "save it again")
+            if found != expected.get(part):
+                raise shape_error(self.folder, key, found, f"{module}.weight", shape)
+        missing = sorted(expected.keys() - parts.keys())
+        if missing:
+            raise CheckpointError(file, f"lacks {list_names(missing)} of {module}", "save the adapter again")
+
+    def read_parts(self, module: str) -> dict[str, Tensor]:
+        """Return the tensors of a module by part."""
+        return {part: self.reader.read(key) for part, key in self.modules[module].items()}
+
+    def __enter__(self) -> Adapter:
+        """Return the adapter itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the adapter's file."""
+        self.reader.close()
+
+
+def _load_config(folder: Path) -> SELConfig:
+    """Return the configuration of a SEL adapter folder."""
+    path = folder / ADAPTER_CONFIG_FILE
+    if not path.is_file():
+        problem = f"holds no {ADAPTER_CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(folder, problem, "name the folder of a saved SEL adapter")
+    kind = read_json(path).get("peft_type")
+    if kind != "SYMEXPLIN":
+        raise CheckpointError(path, f"describes an adapter of type {kind!r}, not SYMEXPLIN", "use its own library")
+    try:
+        return SELConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError) as error:  # a SELError is a ValueError
+        raise CheckpointError(path, f"cannot be used: {error}", "save the adapter again") from error
+
+
+def shape_error(
+    folder: Path, key: str, found: tuple[int, ...], base_key: str, shape: tuple[int, ...]
+) -> CheckpointError:
+    """Return the error for an adapter tensor that does not fit its base tensor."""
+    return CheckpointError(
+        folder,
+        f"tensor {key} has shape {found}, which does not fit {base_key} of shape {shape} in the base",
+        "use the base checkpoint that the adapter was made from",
+    )

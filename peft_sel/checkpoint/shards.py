@@ -1,0 +1,385 @@
+"""Safetensors folders: list what they hold, read one tensor at a time, write one tensor at a time.
+
+A checkpoint is a folder with one weights file, or with several (shards) and an index that says which tensor is where.
+Weights are read through the safetensors library only; pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peft_sel.errors import CheckpointError, list_names
+
+MODEL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = "config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a checkpoint, known without loading it.
+
+    Attributes:
+        name: Key of the tensor.
+        shape: Its shape.
+        dtype: Its dtype on disk.
+        file: Name of the weights file inside the folder.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CheckpointReader:
+    """Read the tensors of a safetensors folder one at a time, with at most one file open.
+
+    Opening reads the headers only. The data of a tensor is mapped from the file, not copied, so memory stays at what
+    the caller makes of it. Use it as a context manager, or call close.
+
+    Args:
+        folder: The checkpoint folder.
+        weights_name: Name of the weights file when there is one; with ".index.json" appended it is the index's name.
+
+    Attributes:
+        entries: name -> TensorEntry, file by file, in the order of the data in each file.
+        files: Names of the weights files.
+        metadata: file -> the file's own metadata (text to text).
+        index_metadata: The "metadata" of the index, None without an index.
+        bytes_read: Bytes of tensor data read so far.
+
+    Raises:
+        CheckpointError: If the folder is missing, holds no safetensors weights, a file is corrupt or truncated, or the
+            index is malformed, names a missing file or one outside the folder, or contradicts the files.
+    """
+
+    def __init__(self, folder: str | Path, weights_name: str = MODEL_FILE) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._open_file: str | None = None
+        self._handle: Any = None
+        single, index = self.folder / weights_name, self.folder / f"{weights_name}.index.json"
+        weight_map: dict[str, str] = {}
+        self.index_metadata: dict[str, Any] | None = None
+        if single.is_file():
+            self.files: list[str] = [weights_name]
+        elif index.is_file():
+            weight_map, self.index_metadata = _read_index(index)
+            self.files = sorted(set(weight_map.values()))
+        else:
+            raise _nothing_to_read(self.folder, weights_name)
+        self.entries: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        try:
+            for file in self.files:
+                self._list_file(file)
+            for name, file in weight_map.items():
+                if name not in self.entries or self.entries[name].file != file:
+                    raise CheckpointError(
+                        index, f"says that {name} is in {file}, which does not hold it", "fetch the checkpoint again"
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def _list_file(self, file: str) -> None:
+        """Add the tensors of one file to entries."""
+        self._use(file)  # the library checks the header against the file's size
+        header = _read_header(self.folder / file)
+        self.metadata[file] = header.pop("__metadata__", {})
+        for name, place in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if name in self.entries:
+                raise CheckpointError(
+                    self.folder,
+                    f"tensor {name} is in both {self.entries[name].file} and {file}",
+                    "remove the file that does not belong, or fetch the checkpoint again",
+                )
+            if place["dtype"] not in DTYPES:
+                raise CheckpointError(
+                    self.folder / file,
+                    f"tensor {name} has the dtype {place['dtype']}, which is not supported",
+                    f"convert it to one of {', '.join(DTYPES)}",
+                )
+            self.entries[name] = TensorEntry(name, tuple(place["shape"]), DTYPES[place["dtype"]], file)
+
+    def _use(self, file: str) -> Any:
+        """Return the open handle of a file, closing the one before."""
+        if self._open_file != file:
+            self.close()
+            path = self.folder / file
+            try:
+                self._handle = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    path, f"is missing, corrupt or truncated ({error})", "fetch or save the checkpoint again"
+                ) from error
+            self._open_file = file
+        return self._handle
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, on the CPU and in its dtype on disk.
+
+        Args:
+            name: A key of entries.
+
+        Returns:
+            The tensor, mapped from the file: do not write into it.
+
+        Raises:
+            CheckpointError: If the file changed or broke since the checkpoint was opened.
+        """
+        entry = self.entries[name]
+        handle = self._use(entry.file)
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            path = self.folder / entry.file
+            raise CheckpointError(path, f"tensor {name} cannot be read ({error})", "fetch it again") from error
+        self.bytes_read += entry.num_bytes
+        return tensor
+
+    def close(self) -> None:
+        """Close the open file, if any."""
+        if self._handle is not None:
+            self._handle.__exit__(None, None, None)
+        self._handle = self._open_file = None
+
+    def __enter__(self) -> CheckpointReader:
+        """Return the reader itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the open file."""
+        self.close()
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return the JSON header of a file that the library accepts (which itself forgets the order of metadata)."""
+    with open(path, "rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: If the file is missing or is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path, f"is not readable JSON ({error})", "fetch or save it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(path, f"holds a {type(content).__name__}, not a JSON object", "fetch or save it again")
+    return content
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return (tensor -> file, metadata) of an index after checking that every file is a plain name in the folder."""
+    content = read_json(path)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata") or {}
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
+        raise CheckpointError(path, "has no weight_map that says which tensor is in which file", "fetch it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
+            raise CheckpointError(
+                path,
+                f"puts tensor {name} into {file!r}, which is not the name of a .safetensors file in this folder",
+                "an index may name only files beside it: correct it, or fetch the checkpoint from a source you trust",
+            )
+    missing = sorted(file for file in set(weight_map.values()) if not (path.parent / file).is_file())
+    if missing:
+        raise CheckpointError(path, f"names files that are not there: {list_names(missing)}", "fetch the missing files")
+    return weight_map, metadata
+
+
+def _nothing_to_read(folder: Path, weights_name: str) -> CheckpointError:
+    """Return the error for a folder without the weights that were asked for."""
+    if not folder.exists():
+        return CheckpointError(folder, "there is no such folder", "name a local folder that holds " + weights_name)
+    if not folder.is_dir():
+        return CheckpointError(folder, "is a file, not a folder", "name the folder that holds " + weights_name)
+    if weights_name == MODEL_FILE and (folder / ADAPTER_CONFIG_FILE).is_file():
+        return CheckpointError(folder, "is an adapter, not a model checkpoint", "name the folder of the base model")
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        return CheckpointError(
+            folder,
+            f"holds only pickled weights ({list_names(pickled)}), which can run code when loaded and are never opened",
+            "if you trust them, load them once with the library that wrote them and save_pretrained() as safetensors",
+        )
+    return CheckpointError(
+        folder,
+        f"holds neither {weights_name} nor {weights_name}.index.json",
+        "name a folder that save_pretrained wrote",
+    )
+
+
+def write_shard(
+    path: str | Path,
+    entries: Sequence[TensorEntry],
+    read: Callable[[TensorEntry], Tensor],
+    metadata: dict[str, str] | None = None,
+) -> int:
+    """Write a safetensors file tensor by tensor, with one tensor in memory.
+
+    The format allows it: 8 bytes of header length, a JSON header with every tensor's dtype, shape and place, then the
+    data; all sizes are known in advance. Wider dtypes come first, as with the library's own writer, so that data stays
+    aligned.
+
+    Args:
+        path: The file to create; it must not exist.
+        entries: What to write; their shapes and dtypes are those of the result.
+        read: Returns the tensor of an entry; called once for each, in the order of the file.
+        metadata: The file's own metadata, text to text.
+
+    Returns:
+        Bytes written. The data is on the disk (fsync) when this returns.
+
+    Raises:
+        CheckpointError: If read returns another shape or dtype than the entry's, or a name comes twice.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for entry in ordered:
+        if entry.name in header:
+            raise CheckpointError(path, f"tensor {entry.name} would be written twice", "give every tensor its own name")
+        header[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.num_bytes],
+        }
+        position += entry.num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            tensor = read(entry)
+            if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+                raise CheckpointError(
+                    path,
+                    f"tensor {entry.name} was announced as {entry.dtype} {entry.shape} but is {tensor.dtype} "
+                    f"{tuple(tensor.shape)}",
+                    "this is a defect: please report it",
+                )
+            if tensor.numel():
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+                del flat
+            del tensor  # before the next one is made
+        file.flush()
+        os.fsync(file.fileno())
+    return 8 + len(text) + position
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a small text file and bring it to the disk.
+
+    Args:
+        path: The file to create; it must not exist.
+        text: Its content.
+    """
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_index(path: str | Path, entries: Sequence[TensorEntry], metadata: dict[str, Any]) -> None:
+    """Write the index of a sharded checkpoint.
+
+    Args:
+        path: The file to create.
+        entries: Every tensor with the file it is in.
+        metadata: Kept, with total_size (bytes) set to the sum over entries.
+    """
+    content = {
+        "metadata": {**metadata, "total_size": sum(entry.num_bytes for entry in entries)},
+        "weight_map": {entry.name: entry.file for entry in entries},
+    }
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def plan_shards(
+    entries: Sequence[TensorEntry], max_shard_bytes: int, weights_name: str = MODEL_FILE
+) -> list[TensorEntry]:
+    """Assign tensors, in their order, to files of a largest size.
+
+    Args:
+        entries: The tensors; the files they name are ignored.
+        max_shard_bytes: Most bytes of tensor data in one file, positive; a larger tensor gets a file of its own.
+        weights_name: Name of the file if one is enough; else "-00001-of-00002" goes before its suffix.
+
+    Returns:
+        The entries with their new files.
+    """
+    shards: list[list[TensorEntry]] = []
+    room = 0
+    for entry in entries:
+        if not shards or (entry.num_bytes > room and shards[-1]):
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(entry)
+        room -= entry.num_bytes
+    stem, suffix = os.path.splitext(weights_name)
+    names = (
+        [weights_name]
+        if len(shards) == 1
+        else [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
+    )
+    return [
+        TensorEntry(entry.name, entry.shape, entry.dtype, file)
+        for file, shard in zip(names, shards, strict=True)
+        for entry in shard
+    ]
