@@ -2,20 +2,30 @@
 
 from importlib.metadata import version
 
+from peft_sel.checkpoint import merge_checkpoint
 from peft_sel.config import ScaleConfig, SELConfig
 from peft_sel.errors import SELError
 from peft_sel.layer import SELLayer
 from peft_sel.model import SELModel
+from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
 from peft_sel.registry import register
+from peft_sel.training import SELCallback, SELTrainer, SELTrainerMixin
 
 __version__ = version("peft_sel")
 
 register()
 
 __all__ = [
+    "SELCallback",
     "SELConfig",
     "SELError",
     "SELLayer",
     "SELModel",
+    "SELTrainer",
+    "SELTrainerMixin",
     "ScaleConfig",
+    "create_sel_optimizer",
+    "create_sel_scheduler",
+    "merge_checkpoint",
+    "sel_param_groups",
 ]

@@ -1,0 +1,183 @@
+"""Training with transformers.Trainer: SEL's groups and annealing, and logs that show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from peft_sel.errors import ConfigError
+from peft_sel.layer import SELLayer, StructuredScale
+from peft_sel.optim import anneal_scheduler, sel_param_groups
+
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+_PRINTERS = (PrinterCallback, ProgressCallback)
+_OWN_GROUPS = ("params", "model", "optimizer_dict")  # keys by which Trainer's optimizers say that they group parameters
+
+
+def collect_learning_rates(groups: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the learning rates of optimizer groups by role.
+
+    Args:
+        groups: Groups of sel_param_groups, as an optimizer holds them; groups without a role count as "other".
+
+    Returns:
+        One entry per role, or smallest and largest under <role>_min and <role>_max: always for the residual (one rate
+        per distinct beta), else where the groups of a role differ.
+    """
+    by_role: dict[str, list[float]] = {}
+    for group in groups:
+        by_role.setdefault(group.get("role", "other"), []).append(float(group["lr"]))
+    rates: dict[str, float] = {}
+    for role, values in by_role.items():
+        smallest, largest = min(values), max(values)
+        if role == "residual" or smallest < largest:
+            rates |= {f"{role}_min": smallest, f"{role}_max": largest}
+        else:
+            rates[role] = smallest
+    return rates
+
+
+@torch.no_grad()
+def collect_scale_means(model: nn.Module) -> dict[str, float]:
+    """Measure how far the trainable scales of the active adapters have moved.
+
+    Args:
+        model: A model with SEL layers.
+
+    Returns:
+        By "<scale>/<module role>", such as "exp_scale/q_proj" (the role is the last part of the module's name): the
+        scale's mean over the weight, relative to its start (the mean itself where it starts at 0), averaged over the
+        layers.
+    """
+    found: dict[str, list[float]] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, SELLayer):
+            for adapter in layer.active_adapters:
+                for name, scale in layer.scales(adapter).items():
+                    if any(part.requires_grad for part in scale.parameters()):
+                        key = f"{name}/{path.rpartition('.')[2]}"
+                        found.setdefault(key, []).append(_mean_scale(scale) / (scale.start or 1.0))
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _mean_scale(scale: StructuredScale) -> float:
+    """Return the mean of a scale over the weight, from its parts alone."""
+    parts = scale.parts()
+    if scale.pattern == "lora":
+        return float(parts["base"] + parts["b"].mean(0) @ parts["a"].mean(1))
+    combine = math.prod if scale.pattern == "row_col_mult" else sum
+    return float(combine(part.mean() for part in parts.values()))
+
+
+class SELCallback(TrainerCallback):
+    """Adds scale trajectories and the learning rate of every role to Trainer's logs.
+
+    Each training log gains sel/lr/<role> (the rate of the step just taken, like Trainer's own learning_rate) and
+    sel/scale/<scale>/<module role> (see collect_scale_means), in state.log_history and in every callback that comes
+    after this one: all share one dict of logs. SELTrainer adds it by itself, ahead of the reporters and behind the
+    callbacks that print. A stock Trainer takes callbacks=[SELCallback()], which puts it behind Trainer's own reporters.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remember the learning rates of this step: when Trainer logs, the scheduler has already moved on."""
+        self._rates = collect_learning_rates(kwargs["optimizer"].param_groups)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add to the logs of a training step; evaluation results and the final summary stay as they are."""
+        logs: dict[str, float] = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        added = {f"sel/lr/{role}": rate for role, rate in self._rates.items()}
+        added |= {f"sel/scale/{key}": mean for key, mean in collect_scale_means(kwargs["model"]).items()}
+        logs.update(added)
+        state.log_history[-1].update(added)
+
+
+class SELTrainerMixin(_TrainerBase):
+    """Gives a transformers Trainer class SEL's parameter groups, annealed multipliers and logs.
+
+    Put it before the trainer class: `class SELSFTTrainer(SELTrainerMixin, SFTTrainer)`. learning_rate is the base rate,
+    weight_decay applies to the roles that decay (Trainer's default is 0, the paper's value 0.01), and optim,
+    optim_args, lr_scheduler_type and the warm-up mean what they mean in Trainer. An optimizer or scheduler that is
+    passed in is used as it is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, SELCallback)]
+        printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
+        reporters = [callback for callback in others if callback not in printers]
+        self.callback_handler.callbacks = [*printers, SELCallback(), *reporters]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Create the optimizer that args.optim names, over sel_param_groups.
+
+        Args:
+            model: The model to train; self.model by default.
+
+        Returns:
+            The optimizer, also kept as self.optimizer.
+
+        Raises:
+            ConfigError: If the optimizer makes its own parameter groups (GaLore, LOMO, ...), or lr is not positive.
+            ParameterGroupError: If no SEL parameter is trainable.
+        """
+        arguments = () if model is None else (model,)
+        if self.optimizer is not None:
+            return super().create_optimizer(*arguments)
+        target: Any = self.model if model is None else model
+        given = self.optimizer_cls_and_kwargs
+        optimizer_cls, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
+        is_class = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)
+        if not is_class or any(key in options for key in _OWN_GROUPS):
+            raise ConfigError(
+                "optim",
+                str(self.args.optim),
+                "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one "
+                "that takes groups, such as adamw_torch or adafactor",
+            )
+        groups = sel_param_groups(target, options.get("lr", self.args.learning_rate), self.args.weight_decay)
+        # Trainer lets an optimizer's options carry "params", which then replace the groups it would have made itself
+        self.optimizer_cls_and_kwargs = (optimizer_cls, {**options, "params": groups})
+        try:
+            return super().create_optimizer(*arguments)
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Create Trainer's scheduler and let it follow each group's annealed multiplier.
+
+        Args:
+            num_training_steps: Optimizer steps of the run.
+            optimizer: The optimizer; self.optimizer by default.
+
+        Returns:
+            The scheduler, also kept as self.lr_scheduler.
+
+        Raises:
+            ConfigError: If a group anneals and args.lr_scheduler_type is not a function of the step.
+        """
+        passed_in = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        return scheduler if passed_in else anneal_scheduler(scheduler, num_training_steps)
+
+
+class SELTrainer(SELTrainerMixin, Trainer):
+    """transformers.Trainer for SEL models: same arguments, see SELTrainerMixin for what it adds."""
