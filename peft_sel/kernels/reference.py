@@ -17,7 +17,8 @@ from peft_sel.numerics import (
     slice_parts,
 )
 
-BLOCK_ELEMENTS = 1 << 16  # a block's temporaries (float32) stay in the second-level cache
+CPU_BLOCK_ELEMENTS = 1 << 16  # a block's temporaries (float32) stay in the second-level cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 
 Scales = dict[str, dict[str, Tensor]]
 
@@ -50,10 +51,11 @@ class WeightGradients(NamedTuple):
 
 
 def _row_blocks(weight: Tensor) -> Iterator[slice]:
-    """Yield slices of rows of about BLOCK_ELEMENTS weights."""
+    """Yield slices of rows, each about as large as suits the device."""
     if weight.numel() == 0:
         return
-    rows = max(1, BLOCK_ELEMENTS // weight.shape[1])
+    elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    rows = max(1, elements // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         yield slice(start, start + rows)
 

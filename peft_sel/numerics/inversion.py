@@ -12,7 +12,8 @@ from peft_sel.errors import ConfigError, ConvergenceError, NonFiniteWeightError,
 from peft_sel.numerics.transform import FAMILIES, MODES, check_beta, check_choice
 
 INITS = ("exact", "congruent")
-BLOCK_ELEMENTS = 1 << 16  # a block's temporaries (float64) stay in the second-level cache
+CPU_BLOCK_ELEMENTS = 1 << 16  # a block's temporaries (float64) stay in the second-level cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step left to do
 MAX_STEPS = 16
 MIN_SLOPE_RATIO = 1.25
@@ -211,7 +212,8 @@ def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: _Coefficients, rul
         return InversionReport(0, 0.0, True)
     if weight.dim() == 0:
         return _invert_blocks(weight[None], raw[None], coefficients, rule)
-    rows_per_block = max(1, BLOCK_ELEMENTS * weight.shape[0] // weight.numel())
+    elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    rows_per_block = max(1, elements * weight.shape[0] // weight.numel())
     num_steps, max_residual = 0, 0.0
     for start in range(0, weight.shape[0], rows_per_block):
         stop = start + rows_per_block
