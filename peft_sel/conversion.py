@@ -162,12 +162,12 @@ def rebuild_weight(
     else:
         assert base_weight is not None
         raw, _ = invert_at_start(config, float(beta), base_weight, name)
-    scales, patterns = {}, {}
+    scales, patterns = {}, []
     for scale, scale_config in config.scale_configs().items():
         parts = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(f"{scale}.")}
         scales[scale] = _transform_parts(scale_config.transform, parts)
-        patterns[scale] = scale_config.pattern
-    spec = WeightSpec(config.mode, patterns, config.residual_scaling, dtype, config.family)
+        patterns.append((scale, scale_config.pattern))
+    spec = WeightSpec(config.mode, tuple(patterns), config.residual_scaling, dtype, config.family)
     residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
     with torch.no_grad():
         return fold(spec, raw, beta, scales, residual)

@@ -183,7 +183,7 @@ class SELLayer(BaseTunerLayer):
         raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
         spec = WeightSpec(
             config.mode,
-            {name: scale.pattern for name, scale in scales.items()},
+            tuple((name, scale.pattern) for name, scale in scales.items()),
             config.residual_scaling,
             self.base_weight.dtype if dtype is None else dtype,
             config.family,

@@ -69,17 +69,17 @@ def draw_case(
     raw.view(-1)[:2] = torch.tensor([0.0, -0.0])[: raw.numel()]
     factors = (normal(RANK, shape[1]).to(dtype), 0.1 * normal(shape[0], RANK).to(dtype)) if residual else None
     result = torch.float64 if dtype == torch.float64 else torch.float32
-    spec = WeightSpec(mode=mode, patterns=patterns, residual_scaling=SCALING, dtype=result)
+    spec = WeightSpec(mode=mode, patterns=tuple(patterns.items()), residual_scaling=SCALING, dtype=result)
     return Case(spec, raw.to(dtype), torch.tensor(BETA), scales, factors)
 
 
 def expand_all(case: Case) -> dict[str, torch.Tensor]:
-    return {name: expand_parts(case.spec.patterns[name], parts) for name, parts in case.scales.items()}
+    return {name: expand_parts(dict(case.spec.patterns)[name], parts) for name, parts in case.scales.items()}
 
 
 def oracle(case: Case, scales: dict, residual: tuple | None) -> np.ndarray:
     """The fold by SPEC.md, from parts that may be arrays."""
-    expanded = [reference.expand(case.spec.patterns[name], scales[name]) for name in reference.SCALES]
+    expanded = [reference.expand(dict(case.spec.patterns)[name], scales[name]) for name in reference.SCALES]
     folded = reference.effective_weight(case.raw, *expanded, BETA, case.spec.mode)
     return folded if residual is None else folded + SCALING * reference.wide(residual[1]) @ reference.wide(residual[0])
 
@@ -185,7 +185,7 @@ def test_a_weight_of_exactly_zero_trains(mode: str) -> None:
     """Both zeros get their own one-sided slope, in every mode, under the default starting scales."""
     raw = torch.tensor([[0.0, -0.0, 0.25]], requires_grad=True)
     scales = {"exp_scale": {"value": torch.tensor(0.125)}, "linear_scale": {"value": torch.tensor(0.0625)}}
-    spec = WeightSpec(mode, dict.fromkeys(scales, "global"), 1.0, torch.float32)
+    spec = WeightSpec(mode, tuple((name, "global") for name in scales), 1.0, torch.float32)
     fold(spec, raw, torch.tensor(8.0), scales).sum().backward()
     sides = {"mismatch": (1.0625, 0.9375), "congruent": (1.0625,) * 2, "oppose": (0.9375,) * 2, "exp_only": (1.0, 1.0)}
     assert tuple(raw.grad[0, :2].tolist()) == sides[mode]

@@ -1,11 +1,10 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-A backend is a module with `fold_weight` and `pull_back` (see reference.py); `select_backend` chooses it for each call.
+A backend evaluates one block of rows (see reference.py); `select_backend` chooses it for each call.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,14 +12,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peft_sel.kernels import reference
-from peft_sel.kernels.reference import Scales, WeightSpec
+from peft_sel.kernels.blocks import Backend, Scales, fold_weight, pull_back
+from peft_sel.kernels.reference import WeightSpec
 
 __all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
 
+REFERENCE_CPU = Backend("reference", 1 << 16, reference.fold_block, reference.pull_back_block)
+# An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
+REFERENCE_ACCELERATOR = REFERENCE_CPU._replace(block_elements=1 << 24)
 
-def select_backend(raw: Tensor) -> ModuleType:
-    """Return the backend for the device of raw."""
-    return reference
+
+def select_backend(raw: Tensor) -> Backend:
+    """Return the backend for a weight."""
+    return REFERENCE_CPU if raw.device.type == "cpu" else REFERENCE_ACCELERATOR
 
 
 class _Fold(torch.autograd.Function):
@@ -40,9 +44,8 @@ class _Fold(torch.autograd.Function):
         ctx.spec, ctx.layout = spec, layout
         ctx.save_for_backward(raw, beta, residual_a, residual_b, *parts)
         with torch.autocast(raw.device.type, enabled=False):
-            return select_backend(raw).fold_weight(
-                spec, raw, beta, _group(layout, parts), _pair(residual_a, residual_b)
-            )
+            scales, residual = _group(layout, parts), _pair(residual_a, residual_b)
+            return fold_weight(select_backend(raw), spec, raw, beta, scales, residual)
 
     @staticmethod
     @once_differentiable
@@ -54,9 +57,8 @@ class _Fold(torch.autograd.Function):
             name for name, needed in (("raw", needs_raw), ("residual_a", needs_a), ("residual_b", needs_b)) if needed
         }
         with torch.autocast(raw.device.type, enabled=False):
-            grads = select_backend(raw).pull_back(
-                ctx.spec, grad, raw, beta, _group(ctx.layout, parts), _pair(residual_a, residual_b), names
-            )
+            scales, residual = _group(ctx.layout, parts), _pair(residual_a, residual_b)
+            grads = pull_back(select_backend(raw), ctx.spec, grad, raw, beta, scales, residual, names)
         part_grads = [
             grads.scales[scale][part].to(tensor.dtype) if needed else None
             for (scale, part), tensor, needed in zip(ctx.layout, parts, needs_parts, strict=True)

@@ -87,6 +87,34 @@ def init_parts(
     raise ConfigError("pattern", pattern, f"unknown; choose one of {', '.join(PATTERNS)}")
 
 
+def broadcast_parts(pattern: str, parts: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return what combine_factors combines into the scale: tensors that broadcast to the (d_out, d_in) weight.
+
+    Args:
+        pattern: One of PATTERNS.
+        parts: Parameters as init_parts makes them.
+
+    Returns:
+        One tensor, of shape () for global, (d_out, 1) for row, (1, d_in) for column and (d_out, d_in) for lora, whose
+        product is formed here, whole; a row and a column for row_col_mult and row_col_add.
+    """
+    if pattern == "global":
+        return (parts["value"],)
+    if pattern == "lora":
+        return (parts["base"] + parts["b"] @ parts["a"],)
+    row = (parts["row"][:, None],) if "row" in parts else ()
+    column = (parts["column"][None, :],) if "column" in parts else ()
+    return row + column
+
+
+def combine_factors(pattern: str, factors: tuple[Tensor, ...]) -> Tensor:
+    """Combine what broadcast_parts returns, or some rows of it, into the scale."""
+    if len(factors) == 1:
+        return factors[0]
+    row, column = factors
+    return row * column if pattern == "row_col_mult" else row + column
+
+
 def expand_parts(pattern: str, parts: dict[str, Tensor]) -> Tensor:
     """Return the scale as a tensor that broadcasts to the (d_out, d_in) weight.
 
@@ -97,17 +125,7 @@ def expand_parts(pattern: str, parts: dict[str, Tensor]) -> Tensor:
     Returns:
         Shape () for global, (d_out, 1) for row, (1, d_in) for column, (d_out, d_in) for the others.
     """
-    if pattern == "global":
-        return parts["value"]
-    if pattern == "row":
-        return parts["row"][:, None]
-    if pattern == "column":
-        return parts["column"][None, :]
-    if pattern == "row_col_mult":
-        return parts["row"][:, None] * parts["column"][None, :]
-    if pattern == "row_col_add":
-        return parts["row"][:, None] + parts["column"][None, :]
-    return parts["base"] + parts["b"] @ parts["a"]
+    return combine_factors(pattern, broadcast_parts(pattern, parts))
 
 
 def reduce_gradient(pattern: str, parts: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
