@@ -5,26 +5,35 @@ A backend evaluates one block of rows (see reference.py); `select_backend` choos
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import reference
+from peft_sel.kernels import compiled, reference
 from peft_sel.kernels.blocks import Backend, Scales, fold_weight, pull_back
 from peft_sel.kernels.reference import WeightSpec
 
 __all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
 
-REFERENCE_CPU = Backend("reference", 1 << 16, reference.fold_block, reference.pull_back_block)
+# 2^17 weights: a block's temporaries (float32) stay in the second-level cache.
+REFERENCE = Backend("reference", 1 << 17, reference.fold_block, reference.pull_back_block)
+COMPILED = Backend("compiled", 1 << 17, compiled.fold_block, compiled.pull_back_block)
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
-REFERENCE_ACCELERATOR = REFERENCE_CPU._replace(block_elements=1 << 24)
+ACCELERATOR = Backend("accelerator", 1 << 24, reference.fold_block, reference.pull_back_block)
+# Inside someone else's torch.compile a loop over blocks would be unrolled.
+TRACED = Backend("traced", sys.maxsize, reference.fold_block, reference.pull_back_block)
 
 
 def select_backend(raw: Tensor) -> Backend:
     """Return the backend for a weight."""
-    return REFERENCE_CPU if raw.device.type == "cpu" else REFERENCE_ACCELERATOR
+    if torch.compiler.is_compiling():
+        return TRACED
+    if raw.device.type != "cpu":
+        return ACCELERATOR
+    return REFERENCE if raw.dtype == torch.float64 else COMPILED
 
 
 class _Fold(torch.autograd.Function):

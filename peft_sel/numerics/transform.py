@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peft_sel.errors import ConfigError
+from peft_sel.numerics.elementary import exp, expm1
 
 MODES = ("mismatch", "congruent", "oppose", "exp_only")
 FAMILIES = ("symexp",)
@@ -57,10 +58,10 @@ def _exponential_terms(
     exponent = curvature * magnitude
     if shift is not None:
         exponent = exponent + shift
-    growth = torch.expm1(exponent)
+    growth = expm1(exponent)
     if offset is None:
         return growth, curvature, None
-    decay = torch.exp(-offset)
+    decay = exp(-offset)
     return decay * growth, curvature, decay
 
 
@@ -94,7 +95,7 @@ def effective_weight(
         family: "symexp".
 
     Returns:
-        Effective weights, shape of raw, float64 for float64 raw, else float32.
+        Effective weights, shape of raw; float32, or float64 if raw or a scale is.
 
     Raises:
         ConfigError: If mode or family is unknown or beta is not positive.
