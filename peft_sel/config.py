@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
 
-from peft_sel.errors import ConfigError
-from peft_sel.numerics import FAMILIES, MODES, PATTERNS, SCALE_NAMES, check_beta, check_choice
+from peft_sel.errors import CheckpointError, ConfigError
+from peft_sel.numerics import FAMILIES, INITS, MODES, PATTERNS, SCALE_NAMES, check_beta, check_choice
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INITS = ("exact", "congruent")
 BIASES = ("none", "all")
 BASE_WEIGHTS = ("keep", "drop")
 CARD_HEADING = "## How to load this adapter"
@@ -57,6 +58,8 @@ class ScaleConfig:
                 raise ConfigError(name, value, "a multiplier must be positive; trainable=False fixes a scale")
         if self.init is not None and not math.isfinite(self.init):
             raise ConfigError("init", self.init, "the start of a scale must be finite")
+        if self.transform == "exp" and self.init is not None and self.init <= 0:
+            raise ConfigError("init", self.init, "transform='exp' trains a logarithm; start above 0")
         if self.rank < 1:
             raise ConfigError("rank", self.rank, "the lora pattern needs a rank of at least 1")
         if self.transform not in (None, "exp"):
@@ -173,6 +176,7 @@ class SELConfig(PeftConfig):
             check_choice("beta", self.beta, ("auto", "width", "a positive number"))
         for value in [] if isinstance(self.beta, str) else [self.beta]:
             check_beta(value)
+        self.beta_pattern = self.beta_pattern or {}
         for pattern, value in self.beta_pattern.items():
             check_beta(value)
             try:
@@ -182,10 +186,14 @@ class SELConfig(PeftConfig):
         for name in ("beta_rms", "residual_lr_mult"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(name, getattr(self, name), "must be a positive, finite number")
-        if self.r < 0:
-            raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or more")
+        if self.r < 0 or int(self.r) != self.r:
+            raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or a positive whole number")
+        if self.residual_alpha is not None and not (math.isfinite(self.residual_alpha) and self.residual_alpha > 0):
+            raise ConfigError("residual_alpha", self.residual_alpha, "must be positive and finite; r=0 for no residual")
+        if not isinstance(self.train_raw, bool):
+            raise ConfigError("train_raw", self.train_raw, "must be True or False")
         steps, fraction = self.anneal_steps, isinstance(self.anneal_steps, float)
-        if steps <= 0 or (fraction and steps > 1):
+        if isinstance(steps, bool) or steps <= 0 or (fraction and steps > 1):
             raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
 
     def _check_combinations(self) -> None:
@@ -196,6 +204,19 @@ class SELConfig(PeftConfig):
             raise ConfigError(
                 "shift", shift_start, "must start at 0: any other start leaves small weights without a raw one"
             )
+        for name, minimum in (
+            ("exp_scale", "above 0"),
+            ("inner_multiplier", "above 0"),
+            ("linear_scale", "at 0 or above"),
+        ):
+            scale = getattr(self, name)
+            start = None if scale is None else scale.init
+            if start is not None and (start < 0 or (start == 0 and minimum == "above 0")):
+                raise ConfigError(name, start, f"must start {minimum}")
+            if start == 0 and scale.pattern == "row_col_mult":
+                raise ConfigError(
+                    name, start, "a product of rows and columns that starts at 0 gets no gradient; use row"
+                )
         for name in ("shift", "offset"):
             scale = getattr(self, name)
             if scale is not None and scale.transform == "exp":
@@ -225,6 +246,30 @@ class SELConfig(PeftConfig):
             if config is not None:
                 scales[name] = config
         return scales
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
+        """Load the configuration of a saved adapter, after a look at its tensors' file: PEFT converts before it reads.
+
+        Args:
+            pretrained_model_name_or_path: Folder, or id on the hub.
+            subfolder: Folder below it.
+            **kwargs: Passed on to PeftConfig.from_pretrained.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            CheckpointError: If the folder's safetensors file is truncated or corrupt.
+        """
+        file = Path(pretrained_model_name_or_path, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+        if file.is_file():
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
+        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, ScaleConfig, SELConfig
-from peft_sel.errors import AdapterMismatchError
+from peft_sel.errors import AdapterMismatchError, ConfigError
 from peft_sel.kernels import WeightSpec, fold
 from peft_sel.numerics import (
     InversionReport,
@@ -21,6 +21,7 @@ from peft_sel.numerics import (
 )
 
 PREFIX = "symexplin_"  # of every saved key
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 class StructuredScale(nn.Module):
@@ -40,6 +41,7 @@ class StructuredScale(nn.Module):
         self.init = config.init
         self.reset_start(beta)
         parts = init_parts(config.pattern, self.start, shape, rank=config.rank, dtype=dtype, device=device)
+        self.part_names = tuple(parts)
         for part, tensor in parts.items():
             value = tensor.log() if self.transform == "exp" else tensor
             self.register_parameter(part, nn.Parameter(value, requires_grad=config.trainable))
@@ -50,11 +52,17 @@ class StructuredScale(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """Return the parts as expand_parts takes them, after the positive transform."""
-        return _transform_parts(self.transform, dict(self.named_parameters()))
+        # By name: on a replica of DataParallel the parameters are plain attributes.
+        return _transform_parts(self.transform, {name: getattr(self, name) for name in self.part_names})
 
 
 def _transform_parts(transform: str | None, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.exp() for name, part in parts.items()} if transform == "exp" else parts
+
+
+def matches_end(pattern: str, name: str) -> bool:
+    """Whether a regex matches a module name, or its end after a dot."""
+    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 
 def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int | None) -> float:
@@ -68,17 +76,25 @@ def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int 
 
     Returns:
         beta, exactly representable in float32.
+
+    Raises:
+        ConfigError: If float32 has no positive, finite number for it.
     """
     beta: float | str = config.beta
     for pattern, value in config.beta_pattern.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+        if matches_end(pattern, name):
             beta = value
             break
     if beta == "auto":
-        beta = auto_beta(weight, config.beta_rms, f"{name}.weight")
+        beta = auto_beta(weight, config.beta_rms, f"{name}.weight", hidden_size)
     elif beta == "width":
         beta = width_beta(hidden_size or min(weight.shape))
-    return float(torch.tensor(float(beta), dtype=torch.float32))
+    rounded = float(torch.tensor(float(beta), dtype=torch.float32))
+    if not FLOAT32_TINY <= rounded <= 1 / FLOAT32_TINY:
+        raise ConfigError(
+            "beta", beta, f"{name} needs a curvature whose inverse float32 can hold; set it in beta_pattern"
+        )
+    return rounded
 
 
 def invert_at_start(config: SELConfig, beta: float, weight: Tensor, name: str) -> tuple[Tensor, InversionReport]:

@@ -62,7 +62,7 @@ class ConvergenceError(SELError):
     def __init__(self, name: str, num_steps: int, residual: float) -> None:
         super().__init__(
             f"{name}: the inversion stopped after {num_steps} Newton steps at a relative residual of {residual:.3g}; "
-            "lower beta for this module (beta_pattern) or exclude it"
+            "lower its beta (beta_pattern), start its scales nearer to their defaults, or exclude it"
         )
 
 

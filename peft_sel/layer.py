@@ -238,9 +238,7 @@ class SELLayer(BaseTunerLayer):
             self.drop_base_weight()
             self._unmerged.clear()
         else:
-            weight = self._unmerged.pop("weight")
-            weight.data = weight.to(base.weight.device)  # the model may have moved meanwhile
-            base.weight = weight
+            base.weight = self._unmerged.pop("weight")
         self.merged_adapters.clear()
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
@@ -259,6 +257,8 @@ class SELLayer(BaseTunerLayer):
         if recurse:
             for name, child in module.named_children():
                 child._apply(fn if name == "base_layer" else keep_dtype)
+        for weight in self._unmerged.values():
+            weight.data = fn(weight.data)
         return nn.Module._apply(module, fn, recurse=False)
 
 

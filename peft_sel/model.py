@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from peft.utils import _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from peft_sel.config import SELConfig
-from peft_sel.conversion import PREFIX
-from peft_sel.errors import AdapterMismatchError, BrokenMergeError, DroppedBaseError, UnsupportedModuleError
+from peft_sel.conversion import PREFIX, matches_end
+from peft_sel.errors import (
+    AdapterMismatchError,
+    AdapterStateError,
+    BrokenMergeError,
+    ConfigError,
+    DroppedBaseError,
+    NonFiniteWeightError,
+    SELError,
+    UnsupportedModuleError,
+    list_names,
+)
 from peft_sel.layer import SELLayer, SELLinear
 from peft_sel.targets import TARGET_MODULES
 
-CONVERSION_PATIENCE_S = 2.0
+PATIENCE_S = 2.0  # no progress bar for anything quicker
 
 
 class SELModel(BaseTuner):
@@ -51,6 +62,7 @@ class SELModel(BaseTuner):
             state_dict: Takes the target modules from these keys.
         """
         config: Any = self.peft_config[adapter_name]
+        self._check_can_add(model, adapter_name, config)
         if config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.inference_mode:
             warnings.warn(
                 f"init='congruent' with mode={config.mode!r} weakens the converted weights: it is meant for training "
@@ -58,14 +70,16 @@ class SELModel(BaseTuner):
                 stacklevel=2,
             )
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
-        matches = [name for name, _ in model.named_modules() if name and self._is_target(config, name)]
+        if not any(_sel_layers(model)):
+            self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
-            total=len(matches), desc="Converting", unit="module", disable=None, delay=CONVERSION_PATIENCE_S, leave=False
+            total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
         )
         try:
             super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         except BaseException:
-            _remove_adapter(model, adapter_name)
+            self._roll_back(model, adapter_name)
             raise
         finally:
             self._progress.close()
@@ -74,8 +88,39 @@ class SELModel(BaseTuner):
                 if adapter_name in layer.sel_config:
                     layer.drop_base_weight()
 
-    def _is_target(self, config: SELConfig, name: str) -> bool:
-        return config.target_modules is not None and bool(self._check_target_module_exists(config, name))
+    @staticmethod
+    def _check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
+        """Raise if the model has an adapter of that name, or one that a dropped base would break."""
+        others = {name for layer in _sel_layers(model) for name in layer.sel_config}
+        if adapter_name in others:
+            raise AdapterStateError(
+                adapter_name, "is already in this model", "delete it first, or give the new one another name"
+            )
+        if config.base_weight == "drop" and others:
+            raise AdapterStateError(
+                adapter_name,
+                f"would free the base weights, which {list_names(sorted(others))} may need",
+                "use base_weight='keep', or delete the other adapters first",
+            )
+
+    def _find_targets(self, model: nn.Module, config: Any) -> list[str]:
+        """Return the names of the modules that a configuration targets; refuse a beta_pattern that matches none."""
+        config = _maybe_include_all_linear_layers(
+            self._prepare_adapter_config(config, self.get_model_config(model)), model
+        )
+        names = [name for name, _ in model.named_modules() if name and self._check_target_module_exists(config, name)]
+        for pattern in config.beta_pattern:
+            if names and not any(matches_end(pattern, name) for name in names):
+                raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
+        return names
+
+    def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
+        """Take an adapter out again; with the last one, leave the model as it was before conversion."""
+        _remove_adapter(model, adapter_name)
+        if not any(_sel_layers(model)):
+            for parameter, flag in self._flags_before:
+                parameter.requires_grad_(flag)
+            model.__dict__.pop("peft_config", None)
 
     def _create_and_replace(
         self,
@@ -90,7 +135,7 @@ class SELModel(BaseTuner):
         options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
         if isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
-        elif type(target).forward is nn.Linear.forward and type(target).__name__ != "NonDynamicallyQuantizableLinear":
+        elif _is_plain_linear(target):
             module = SELLinear(target, adapter_name, peft_config, name=current_key, **options)
             if adapter_name not in self.active_adapters:
                 module.requires_grad_(False)
@@ -103,6 +148,17 @@ class SELModel(BaseTuner):
         config: Any = getattr(self.model, "config", None)
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return getattr(text_config, "hidden_size", None)
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Refuse what PEFT would silently ignore."""
+        if kwargs.get("adapter_names") is not None:
+            raise AdapterStateError(
+                list_names(set(kwargs["adapter_names"])),
+                "cannot be chosen row by row (adapter_names=) yet",
+                "use set_adapter and one batch per adapter",
+            )
+        yield
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Do nothing: raw_dtype decides, and PEFT's cast would replace parameters that others hold."""
@@ -130,7 +186,7 @@ class SELModel(BaseTuner):
         super().delete_adapter(adapter_name)
 
     def unload(self) -> nn.Module:
-        """Return the base model as it was before conversion, bit for bit."""
+        """Return the base model; the converted weights are those from before conversion, bit for bit."""
         self._require_base("unload")
         self.unmerge_adapter()
         return super().unload()
@@ -161,9 +217,9 @@ class SELModel(BaseTuner):
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
         for layer in self.sel_layers():
-            adapters = [name for name in names if name in layer.sel_config]
-            if adapters and not bool(torch.isfinite(layer.get_combined_weight(adapters)).all()):
-                raise BrokenMergeError(f"{layer.module_name}.weight", adapters)
+            new = [name for name in names if name in layer.sel_config and name not in layer.merged_adapters]
+            if new and not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
+                raise BrokenMergeError(f"{layer.module_name}.weight", new)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -171,26 +227,66 @@ class SELModel(BaseTuner):
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
         mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        saved = {key: tuple(value.shape) for key, value in mapped.items() if f".{PREFIX}" in key}
+        # PEFT saves the base weight of a targeted lm_head along; loading it would overwrite a tied embedding.
+        mapped = {key: value for key, value in mapped.items() if not key.endswith(".base_layer.weight")}
+        try:
+            cls._check_saved(model, config, adapter_name, mapped)
+        except SELError:
+            layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
+            if all(layer.is_untouched(adapter_name) for layer in layers):
+                model.peft_config.pop(adapter_name, None)
+                tuner = getattr(model, "base_model", None)
+                if isinstance(tuner, SELModel):
+                    tuner._roll_back(tuner.model, adapter_name)
+                else:
+                    _remove_adapter(model, adapter_name)
+            raise
+        return mapped
+
+    @classmethod
+    def _check_saved(cls, model: Any, config: Any, adapter_name: str, mapped: dict[str, Tensor]) -> None:
+        """Raise unless the saved tensors are exactly those of the adapter, in shape, dtype and range."""
         own = cls._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
         expected = {
-            key: tuple(value.shape)
+            cls._remove_adapter_name_from_key(key, adapter_name): value
             for key, value in own.items()
             if f".{PREFIX}" in key and (key.endswith(f".{adapter_name}") or f".{adapter_name}." in key)
         }
-        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+        saved = {
+            cls._remove_adapter_name_from_key(key, adapter_name): value
+            for key, value in mapped.items()
+            if f".{PREFIX}" in key
+        }
         wrong = [
-            f"{key} is {saved[key]} in the file and {expected[key]} in the model"
-            for key in expected
-            if key in saved and saved[key] != expected[key]
+            f"{key} is {_describe(saved[key])} in the file and {_describe(value)} in the model"
+            for key, value in expected.items()
+            if key in saved and _describe(saved[key]) != _describe(value)
         ]
+        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
         if missing or unexpected or wrong:
-            layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
-            if all(layer.is_untouched(adapter_name) for layer in layers):
-                _remove_adapter(model, adapter_name)
-                model.peft_config.pop(adapter_name, None)
             raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
-        return mapped
+        for key, value in saved.items():
+            if key.endswith(f".{PREFIX}beta") and not 0 < float(value) < float("inf"):
+                raise ConfigError(
+                    "beta", float(value), f"{key} must be positive and finite; the adapter file is broken"
+                )
+        for layer in _sel_layers(model):
+            if adapter_name in layer.symexplin_raw_frozen and not bool(torch.isfinite(layer.base_weight).all()):
+                count = int((~torch.isfinite(layer.base_weight)).sum())
+                raise NonFiniteWeightError(f"{layer.module_name}.weight", count)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _is_plain_linear(module: Any) -> bool:
+    """Whether a module computes what torch.nn.Linear does, from a weight of its own that nothing else reads."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and type(module).__name__ != "NonDynamicallyQuantizableLinear"  # MultiheadAttention reads its weight itself
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+    )
 
 
 def _makes_meta_parameters() -> bool:

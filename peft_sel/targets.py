@@ -34,4 +34,5 @@ def default_target_modules(model_type: str) -> list[str] | str | None:
     Returns:
         Module names, a regex of whole module names, or None for a model type without a default.
     """
-    return TARGET_MODULES.get(model_type)
+    targets = TARGET_MODULES.get(model_type)
+    return list(targets) if isinstance(targets, list) else targets

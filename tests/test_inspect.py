@@ -368,7 +368,7 @@ def test_what_is_no_sel_adapter_is_not_merged(copies: Path) -> None:
 def test_truncated_file_is_not_merged(copies: Path, which: str) -> None:
     path = sorted((copies / which).glob("*.safetensors"))[-1]
     path.write_bytes(path.read_bytes()[:-10])
-    assert_merge_refused(copies, "adapter", CheckpointError, f"{path.name}: is missing, corrupt or truncated")
+    assert_merge_refused(copies, "adapter", CheckpointError, f"{path.name}: is .*corrupt")
 
 
 @pytest.mark.parametrize("part", ["raw", "exp_scale.row", "residual_b"])

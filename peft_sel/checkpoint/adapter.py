@@ -113,7 +113,10 @@ def _load_config(folder: Path) -> SELConfig:
     if kind != "SYMEXPLIN":
         raise CheckpointError(path, f"describes an adapter of type {kind!r}, not SYMEXPLIN", "use its own library")
     try:
-        return SELConfig.from_pretrained(str(folder))
+        config: SELConfig = SELConfig.from_pretrained(str(folder))
+        return config
+    except CheckpointError:
+        raise
     except (TypeError, ValueError) as error:  # a SELError is a ValueError
         raise CheckpointError(path, f"cannot be used: {error}", "save the adapter again") from error
 

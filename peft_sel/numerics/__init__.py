@@ -1,7 +1,7 @@
 """The method in plain torch: pure functions of tensors and numbers."""
 
 from peft_sel.numerics.curvature import auto_beta, width_beta
-from peft_sel.numerics.inversion import InversionReport, invert_weight
+from peft_sel.numerics.inversion import INITS, InversionReport, invert_weight
 from peft_sel.numerics.scales import (
     PATTERNS,
     SCALE_NAMES,
@@ -25,6 +25,7 @@ from peft_sel.numerics.transform import (
 
 __all__ = [
     "FAMILIES",
+    "INITS",
     "MODES",
     "PATTERNS",
     "SCALE_NAMES",

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from peft_sel.errors import ConfigError, NonFiniteWeightError
 
+ROWS_AT_ONCE = 1024  # bounds the float64 copy
+
 
 def width_beta(hidden_size: int) -> float:
     """Return the curvature for weights drawn from scratch: 7.5 * (hidden_size / 1024) ** 0.85 (section 5.2.0.1).
@@ -28,15 +30,16 @@ def width_beta(hidden_size: int) -> float:
     return 7.5 * (hidden_size / 1024) ** 0.85
 
 
-def auto_beta(weight: Tensor, beta_rms: float = 0.3, name: str = "weight") -> float:
+def auto_beta(weight: Tensor, beta_rms: float = 0.3, name: str = "weight", hidden_size: int | None = None) -> float:
     """Return beta_rms / rms(weight), which puts a trained tensor into the paper's operating range.
 
-    A tensor of zeros has no scale of its own: it gets width_beta of its smaller side, with a warning.
+    A tensor of zeros has no scale of its own: it gets the width rule's curvature, with a warning.
 
     Args:
         weight: The pretrained weight, any float dtype; the mean square is taken in float64.
         beta_rms: beta times the root mean square, positive; 0.23 to 0.36 in the paper.
         name: How errors and warnings call the tensor.
+        hidden_size: Width of the model, for a tensor of zeros; None for the tensor's smaller side.
 
     Returns:
         The curvature, positive and finite.
@@ -47,11 +50,13 @@ def auto_beta(weight: Tensor, beta_rms: float = 0.3, name: str = "weight") -> fl
     """
     if not (math.isfinite(beta_rms) and beta_rms > 0):
         raise ConfigError("beta_rms", beta_rms, "must be a positive, finite number")
-    total = sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in weight.detach().split(1024))
+    total = sum(
+        float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in weight.detach().split(ROWS_AT_ONCE)
+    )
     if not math.isfinite(total):
         raise NonFiniteWeightError(name, int((~torch.isfinite(weight)).sum()))
     if total == 0.0:
-        beta = width_beta(max(1, min(weight.shape, default=1)))
+        beta = width_beta(hidden_size or max(1, min(weight.shape, default=1)))
         warnings.warn(
             f"{name} is all zeros, so beta='auto' has no scale to go by; using the width rule's {beta:.4g}",
             stacklevel=2,
