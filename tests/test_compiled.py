@@ -37,7 +37,7 @@ def compile_at_once(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("default")  # what Inductor says about itself is not our subject
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # Inductor, about itself
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("mode", "patterns"),
@@ -108,7 +108,7 @@ def test_elementary_functions_are_within_one_ulp(function, exact):
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_whole_model_compile_keeps_expm1_accurate():
     # Inductor's own expm1 is exp(x) - 1 on a CPU: hundreds of ulp off for small weights
     raw = torch.logspace(-30, 0, 4096).reshape(64, 64)

