@@ -88,7 +88,7 @@ def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int 
     if beta == "auto":
         beta = auto_beta(weight, config.beta_rms, f"{name}.weight", hidden_size)
     elif beta == "width":
-        beta = width_beta(hidden_size or min(weight.shape))
+        beta = width_beta(hidden_size or min(weight.shape[:2]))
     rounded = float(torch.tensor(float(beta), dtype=torch.float32))
     if not FLOAT32_TINY <= rounded <= 1 / FLOAT32_TINY:
         raise ConfigError(
@@ -127,16 +127,49 @@ def invert_at_start(config: SELConfig, beta: float, weight: Tensor, name: str) -
     return raw.to(raw_dtype), report
 
 
-def expected_shapes(config: SELConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a saved adapter holds for a target weight, by its name after the prefix."""
+def to_matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """View a weight as a (d_out, d_in) matrix, whose rows and columns the scales and the residual have.
+
+    Args:
+        weight: Weight in its module's layout: (d_out, d_in) of Linear and Embedding (whose rows are the vocabulary),
+            (d_out, d_in / groups, *kernel) of convolutions, (d_in, d_out) of transformers' Conv1D.
+        transposed: Whether the layout is (d_in, d_out).
+
+    Returns:
+        A view; from_matrix undoes it.
+    """
+    return weight.T if transposed else weight.flatten(1)
+
+
+def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Tensor:
+    """View a (d_out, d_in) matrix as a weight of a given shape: the inverse of to_matrix."""
+    if transposed:
+        return matrix.T
+    return matrix if len(shape) == 2 else matrix.reshape(shape)  # a sparse gradient cannot pass a reshape
+
+
+def expected_shapes(config: SELConfig, shape: tuple[int, ...], transposed: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a saved adapter holds for a target weight, by its name after the prefix.
+
+    Args:
+        config: The adapter's configuration.
+        shape: Shape of the weight in its module's layout.
+        transposed: Whether that is (d_in, d_out).
+
+    Returns:
+        Shapes by name.
+    """
     shapes: dict[str, tuple[int, ...]] = {"beta": ()}
     if config.train_raw:
         shapes["raw"] = shape
+    if transposed:
+        shapes["transposed"] = ()
+    rows, columns = to_matrix(torch.empty(shape, device="meta"), transposed).shape
     for scale, scale_config in config.scale_configs().items():
-        parts = init_parts(scale_config.pattern, 1.0, shape, rank=scale_config.rank, device="meta")
+        parts = init_parts(scale_config.pattern, 1.0, (rows, columns), rank=scale_config.rank, device="meta")
         shapes.update({f"{scale}.{part}": tuple(tensor.shape) for part, tensor in parts.items()})
     if config.r > 0:
-        shapes["residual_a"], shapes["residual_b"] = (config.r, shape[1]), (shape[0], config.r)
+        shapes["residual_a"], shapes["residual_b"] = (config.r, columns), (rows, config.r)
     return shapes
 
 
@@ -158,16 +191,17 @@ def rebuild_weight(
         name: How errors call the tensor.
 
     Returns:
-        Effective weight, (d_out, d_in), bit for bit the layer's own.
+        Effective weight in its module's layout, bit for bit the layer's own.
 
     Raises:
         AdapterMismatchError: If a tensor is missing, unexpected or of another shape.
     """
     reference = tensors.get("raw", base_weight)
     shape = tuple(reference.shape) if reference is not None else ()
-    if len(shape) != 2 or (base_weight is not None and tuple(base_weight.shape) != shape):
+    transposed = "transposed" in tensors
+    if len(shape) < 2 or (base_weight is not None and tuple(base_weight.shape) != shape):
         raise AdapterMismatchError(name, [], [], [f"{PREFIX}raw {shape}"])
-    expected = expected_shapes(config, (shape[0], shape[1]))
+    expected = expected_shapes(config, shape, transposed)
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     wrong = [key for key in expected if key in tensors and tuple(tensors[key].shape) != expected[key]]
     if missing or unexpected or wrong:
@@ -186,4 +220,5 @@ def rebuild_weight(
     spec = WeightSpec(config.mode, tuple(patterns), config.residual_scaling, dtype, config.family)
     residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
     with torch.no_grad():
-        return fold(spec, raw, beta, scales, residual)
+        matrix = fold(spec, to_matrix(raw, transposed), beta, scales, residual)
+    return from_matrix(matrix, shape, transposed).contiguous()

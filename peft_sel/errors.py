@@ -72,8 +72,9 @@ class UnsupportedModuleError(SELError):
     def __init__(self, name: str, kind: str, reason: str = "") -> None:
         detail = f" ({reason})" if reason else ""
         super().__init__(
-            f"target module {name} is a {kind}{detail}; supported: torch.nn.Linear with a floating-point weight in "
-            "memory. Narrow target_modules or list it in exclude_modules"
+            f"target module {name} is a {kind}{detail}; supported, with a floating-point weight in memory: "
+            "torch.nn.Linear, Embedding, Conv1d, Conv2d, Conv3d and transformers' Conv1D. Narrow target_modules or "
+            "list it in exclude_modules"
         )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.conversion import PREFIX, StructuredScale, invert_at_start, resolve_beta
+from peft_sel.conversion import PREFIX, StructuredScale, from_matrix, invert_at_start, resolve_beta, to_matrix
 from peft_sel.errors import BrokenMergeError, DroppedBaseError, UnsupportedModuleError
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
@@ -39,7 +41,14 @@ class SELLayer(BaseTunerLayer):
         "symexplin_residual_a",
         "symexplin_residual_b",
     )
-    other_param_names = ("symexplin_raw_frozen", "symexplin_beta", "sel_config", "inversion_report", "_fresh_versions")
+    other_param_names = (
+        "symexplin_raw_frozen",
+        "symexplin_beta",
+        "symexplin_transposed",
+        "sel_config",
+        "inversion_report",
+        "_fresh_versions",
+    )
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
         self.base_layer = base_layer
@@ -47,6 +56,7 @@ class SELLayer(BaseTunerLayer):
         self.symexplin_raw = nn.ParameterDict()
         self.symexplin_raw_frozen = BufferDict(persistent=False)
         self.symexplin_beta = BufferDict(persistent=True)
+        self.symexplin_transposed = BufferDict(persistent=True)  # tells a merge of files how the weight lies
         for scale in SCALE_NAMES:
             setattr(self, PREFIX + scale, nn.ModuleDict())
         self.symexplin_residual_a = nn.ParameterDict()
@@ -59,7 +69,10 @@ class SELLayer(BaseTunerLayer):
         self._disable_adapters = False
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
         module: Any = self
-        self.in_features, self.out_features = module.base_layer.in_features, module.base_layer.out_features
+        self.in_features: int | None
+        self.out_features: int | None
+        self.in_features, self.out_features = _get_in_out_features(module.base_layer)
+        self.transposed = isinstance(base_layer, Conv1D)
         module.register_load_state_dict_post_hook(_refresh_after_load)
 
     def scales(self, adapter: str) -> dict[str, StructuredScale]:
@@ -77,7 +90,7 @@ class SELLayer(BaseTunerLayer):
     @property
     def base_dropped(self) -> str | None:
         """Name of the adapter that freed the base weight, or None."""
-        if self.base_weight.numel() == 0 and self.in_features * self.out_features > 0:
+        if self.base_weight.numel() == 0 and self.in_features and self.out_features:
             return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
         return None
 
@@ -109,9 +122,12 @@ class SELLayer(BaseTunerLayer):
             self.inversion_report[adapter] = report
         else:
             raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype])
-        dtype, shape = compute_dtype(raw), (weight.shape[0], weight.shape[1])
+        rows, columns = to_matrix(weight, self.transposed).shape
+        dtype, shape = compute_dtype(raw), (rows, columns)
         self.sel_config[adapter] = config
         self.symexplin_beta[adapter] = torch.tensor(beta, dtype=torch.float32, device=device)
+        if self.transposed:
+            self.symexplin_transposed[adapter] = torch.ones((), dtype=torch.uint8, device=device)
         if config.train_raw:
             self.symexplin_raw[adapter] = nn.Parameter(raw)
         else:
@@ -177,7 +193,7 @@ class SELLayer(BaseTunerLayer):
             dtype: Dtype of the result; None for the base layer's.
 
         Returns:
-            w_eff, (d_out, d_in).
+            w_eff in the base layer's layout.
         """
         config, scales = self.sel_config[adapter], self.scales(adapter)
         raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
@@ -190,10 +206,11 @@ class SELLayer(BaseTunerLayer):
         )
         parts: Scales = {name: scale.parts() for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        return fold(spec, raw, self.symexplin_beta[adapter], parts, residual)
+        matrix = fold(spec, to_matrix(raw, self.transposed), self.symexplin_beta[adapter], parts, residual)
+        return from_matrix(matrix, tuple(raw.shape), self.transposed).contiguous()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return w_eff - w_base of an adapter, (d_out, d_in), in float32 (float64 for float64 raw)."""
+        """Return w_eff - w_base of an adapter in the base layer's layout, in float32 (float64 for float64 raw)."""
         if self.base_dropped is not None:
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
         dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
@@ -227,6 +244,8 @@ class SELLayer(BaseTunerLayer):
         self._unmerged.setdefault("weight", base.weight)
         # A new Parameter, never .data: a tied embedding keeps its own weight.
         base.weight = nn.Parameter(merged, requires_grad=False)
+        for other in [other for other in base._parameters if other != "weight"]:  # a dropped weight comes back last
+            base._parameters[other] = base._parameters.pop(other)
         self.merged_adapters.extend(new)
 
     def unmerge(self) -> None:
@@ -271,12 +290,12 @@ def _check_readable(name: str, base_layer: nn.Module, weight: Tensor) -> None:
         raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")
 
 
-class SELLinear(SELLayer, nn.Module):
-    """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
+class SELModule(SELLayer, nn.Module):
+    """A module that computes with one weight (Embedding, Conv1D, Conv1d to Conv3d), run with the effective weight."""
 
     def __init__(
         self,
-        base_layer: nn.Linear,
+        base_layer: nn.Module,
         adapter: str,
         config: SELConfig,
         *,
@@ -290,7 +309,7 @@ class SELLinear(SELLayer, nn.Module):
         self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Apply the layer: the base layer where adapters are disabled or merged, else x @ w_eff.T + bias."""
+        """Run the base layer: as it is where adapters are disabled or merged, else with the effective weight."""
         if self.disable_adapters:
             if self.base_dropped is not None:
                 raise DroppedBaseError(f"running {self.module_name} without its adapter", self.base_dropped)
@@ -299,10 +318,21 @@ class SELLinear(SELLayer, nn.Module):
         adapters = [] if self.disable_adapters or self.merged else self._present_adapters()
         if not adapters:
             return self.base_layer(x, *args, **kwargs)
-        return nn.functional.linear(x, self.get_combined_weight(adapters), self.bias)
+        return self._run(self.get_combined_weight(adapters), x)
+
+    def _run(self, weight: Tensor, x: Tensor) -> Tensor:
+        result: Tensor = functional_call(self.get_base_layer(), {"weight": weight}, (x,))
+        return result
 
     def _present_adapters(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.sel_config]
 
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
+
+
+class SELLinear(SELModule):
+    """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
+
+    def _run(self, weight: Tensor, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight, self.bias)

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from peft.utils import _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX, matches_end
@@ -27,7 +28,7 @@ from peft_sel.errors import (
     UnsupportedModuleError,
     list_names,
 )
-from peft_sel.layer import SELLayer, SELLinear
+from peft_sel.layer import SELLayer, SELLinear, SELModule
 from peft_sel.targets import TARGET_MODULES
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -135,13 +136,11 @@ class SELModel(BaseTuner):
         options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
         if isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
-        elif _is_plain_linear(target):
-            module = SELLinear(target, adapter_name, peft_config, name=current_key, **options)
+        else:
+            module = _layer_class(current_key, target)(target, adapter_name, peft_config, name=current_key, **options)
             if adapter_name not in self.active_adapters:
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
-        else:
-            raise UnsupportedModuleError(current_key, type(target).__name__)
         self._progress.update()
 
     def _hidden_size(self) -> int | None:
@@ -280,13 +279,19 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _is_plain_linear(module: Any) -> bool:
-    """Whether a module computes what torch.nn.Linear does, from a weight of its own that nothing else reads."""
-    return (
-        type(module).forward is nn.Linear.forward
-        and type(module).__name__ != "NonDynamicallyQuantizableLinear"  # MultiheadAttention reads its weight itself
-        and isinstance(module._parameters.get("weight"), nn.Parameter)
-    )
+def _layer_class(name: str, module: Any) -> type[SELModule]:
+    """Return the SEL layer for a module; raise UnsupportedModuleError if there is none."""
+    kind = type(module).__name__
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        raise UnsupportedModuleError(name, kind, "it holds no parameter called weight")
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise UnsupportedModuleError(name, kind, "max_norm rewrites its weight while it runs")
+    # torch.nn.MultiheadAttention reads the weight of this kind of Linear itself
+    if type(module).forward is nn.Linear.forward and kind != "NonDynamicallyQuantizableLinear":
+        return SELLinear
+    if isinstance(module, (nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return SELModule
+    raise UnsupportedModuleError(name, kind)
 
 
 def _makes_meta_parameters() -> bool:

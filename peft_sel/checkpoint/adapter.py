@@ -79,7 +79,7 @@ class Adapter:
         """
         parts = self.modules[module]
         file = self.folder / ADAPTER_FILE
-        expected = expected_shapes(self.config, (shape[0], shape[1])) if len(shape) == 2 else {}
+        expected = expected_shapes(self.config, shape, "transposed" in parts) if len(shape) >= 2 else {}
         for part, key in sorted(parts.items(), key=lambda item: item[0] != "raw"):  # raw shows best what is wrong
             found = self.reader.entries[key].shape
             if expected and part not in expected:

@@ -60,6 +60,7 @@ class _Fold(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raw, beta, residual_a, residual_b, *parts = ctx.saved_tensors
+        grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
         _, _, needs_raw, _, needs_a, needs_b, *needs_parts = ctx.needs_input_grad
         names = {scale for (scale, _), needed in zip(ctx.layout, needs_parts, strict=True) if needed}
         names |= {
