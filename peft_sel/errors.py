@@ -117,8 +117,8 @@ class BrokenMergeError(SELError):
 
     def __init__(self, name: str, adapters: Iterable[str]) -> None:
         super().__init__(
-            f"merging adapter(s) {list_names(adapters)} gives NaN or infinite values in {name}; the base weight is "
-            "unchanged. The adapter is broken: go back to an earlier checkpoint"
+            f"NaNs detected in the merged weights. The adapter {list_names(adapters)} seems to be broken: {name} would "
+            "hold NaN or infinite values. Nothing was merged; go back to an earlier checkpoint of the adapter"
         )
 
 

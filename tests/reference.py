@@ -94,12 +94,12 @@ def part_shapes(pattern: str, shape: tuple[int, int], rank: int) -> dict[str, tu
     """Names and shapes of a pattern's parts."""
     rows, columns = shape
     return {
-        "global": {"value": ()},
+        "global": {"value": (1,)},
         "row": {"row": (rows,)},
         "column": {"column": (columns,)},
         "row_col_mult": {"row": (rows,), "column": (columns,)},
         "row_col_add": {"row": (rows,), "column": (columns,)},
-        "lora": {"base": (), "a": (rank, columns), "b": (rows, rank)},
+        "lora": {"base": (1,), "a": (rank, columns), "b": (rows, rank)},
     }[pattern]
 
 

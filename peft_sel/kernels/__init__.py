@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peft_sel.kernels import compiled, reference
-from peft_sel.kernels.blocks import Backend, Scales, fold_weight, pull_back
+from peft_sel.kernels.blocks import INLINE_ELEMENTS, Backend, Scales, fold_weight, pull_back
 from peft_sel.kernels.reference import WeightSpec
 
 __all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
 
-# 2^17 weights: a block's temporaries (float32) stay in the second-level cache.
-REFERENCE = Backend("reference", 1 << 17, reference.fold_block, reference.pull_back_block)
-COMPILED = Backend("compiled", 1 << 17, compiled.fold_block, compiled.pull_back_block)
+# The same blocks for both: sums over rows then agree in every bit.
+REFERENCE = Backend("reference", INLINE_ELEMENTS, reference.fold_block, reference.pull_back_block)
+COMPILED = Backend("compiled", INLINE_ELEMENTS, compiled.fold_block, compiled.pull_back_block)
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
 ACCELERATOR = Backend("accelerator", 1 << 24, reference.fold_block, reference.pull_back_block)
 # Inside someone else's torch.compile a loop over blocks would be unrolled.
@@ -33,7 +33,7 @@ def select_backend(raw: Tensor) -> Backend:
         return TRACED
     if raw.device.type != "cpu":
         return ACCELERATOR
-    return REFERENCE if raw.dtype == torch.float64 else COMPILED
+    return COMPILED if raw.dtype != torch.float64 and compiled.pays_off(raw.numel()) else REFERENCE
 
 
 class _Fold(torch.autograd.Function):

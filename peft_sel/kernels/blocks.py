@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,11 @@ from peft_sel.kernels.reference import Factors, WeightSpec
 from peft_sel.numerics import broadcast_parts, compute_dtype, reduce_gradient, slice_parts
 
 Scales = dict[str, dict[str, Tensor]]
+Result = TypeVar("Result")
+
+# Torch runs an operation on so few elements in the calling thread.
+INLINE_ELEMENTS = 1 << 15
+MAX_WORKERS = 8  # beyond, Python threads wait for one another
 
 
 class Backend(NamedTuple):
@@ -19,7 +26,7 @@ class Backend(NamedTuple):
 
     Attributes:
         name: What messages call it.
-        block_elements: Weights per block; its float32 temporaries should stay in cache where there is one.
+        block_elements: Weights per block; blocks of no more than INLINE_ELEMENTS run side by side.
         fold_block: Effective weight of a block.
         pull_back_block: Elementwise gradients of a block.
     """
@@ -39,13 +46,33 @@ class WeightGradients(NamedTuple):
     residual_b: Tensor | None
 
 
-def _row_blocks(weight: Tensor, block_elements: int) -> Iterator[slice]:
-    """Yield slices of rows of about block_elements weights."""
-    if weight.numel() == 0:
-        return
-    rows = max(1, block_elements // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        yield slice(start, start + rows)
+def _row_blocks(rows: int, columns: int, block_elements: int) -> list[slice]:
+    """Return slices of rows of about block_elements weights."""
+    if rows == 0 or columns == 0:
+        return []
+    step = max(1, block_elements // columns)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+@lru_cache
+def _make_workers(number: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(number, thread_name_prefix="peft_sel")
+
+
+def _map_blocks(work: Callable[[slice], Result], blocks: list[slice], backend: Backend) -> Iterable[Result]:
+    """Apply work to each block, in order.
+
+    Blocks that torch would run in one thread run side by side in several: thousands of small parallel regions, each
+    waiting for its slowest thread, stall on a machine that has other things to do.
+    """
+    if backend.block_elements > INLINE_ELEMENTS or len(blocks) < 2:
+        return [work(block) for block in blocks]
+
+    def work_without_grad(block: slice) -> Result:  # grad mode belongs to a thread
+        with torch.no_grad():
+            return work(block)
+
+    return _make_workers(min(torch.get_num_threads(), MAX_WORKERS)).map(work_without_grad, blocks)
 
 
 def _broadcast_scales(spec: WeightSpec, scales: Scales) -> Factors:
@@ -75,9 +102,13 @@ def fold_weight(
         delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     factors = _broadcast_scales(spec, scales)
-    for rows in _row_blocks(raw, backend.block_elements):
+
+    def fold_rows(rows: slice) -> None:
         block_delta = None if delta is None else delta[rows]
         result[rows] = backend.fold_block(spec, raw[rows], beta, _slice_factors(factors, rows), block_delta)
+
+    for _ in _map_blocks(fold_rows, _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements), backend):
+        pass
     return result
 
 
@@ -102,15 +133,16 @@ def pull_back(
         for name in scales
         if name in names
     }
-    a_grad = b_grad = None
-    if residual is not None:
-        a, b = (factor.to(dtype) for factor in residual)
-        a_grad = torch.zeros_like(a, dtype=torch.float64) if "residual_a" in names else None
-        b_grad = torch.zeros_like(b) if "residual_b" in names else None
+    a, b = (factor.to(dtype) for factor in residual) if residual is not None else (raw, raw)
+    a_grad = torch.zeros_like(a, dtype=torch.float64) if "residual_a" in names else None
+    b_grad = torch.zeros_like(b) if "residual_b" in names else None
     factors = _broadcast_scales(spec, scales)
     elementwise_names = tuple(name for name in ("raw", *scales) if name in names)
     patterns = dict(spec.patterns)
-    for rows in _row_blocks(raw, backend.block_elements):
+
+    def pull_back_rows(rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Fill in what belongs to these rows; return (sum, its share) for what is summed over rows."""
+        shares: list[tuple[Tensor, Tensor]] = []
         block_grad = grad[rows].to(dtype)
         elementwise = backend.pull_back_block(
             spec, block_grad, raw[rows], beta, _slice_factors(factors, rows), elementwise_names
@@ -123,11 +155,16 @@ def pull_back(
                 if _is_row_part(part):
                     sums[part][rows] = value
                 else:
-                    sums[part] += value
+                    shares.append((sums[part], value))
         if a_grad is not None:
-            a_grad += b[rows].T @ block_grad
+            shares.append((a_grad, b[rows].T @ block_grad))
         if b_grad is not None:
             b_grad[rows] = block_grad @ a.T
+        return shares
+
+    for shares in _map_blocks(pull_back_rows, _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements), backend):
+        for total, share in shares:
+            total += share
     return WeightGradients(
         raw_grad,
         scale_grads,

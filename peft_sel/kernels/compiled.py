@@ -13,19 +13,33 @@ from torch import Tensor
 from peft_sel.kernels import reference
 from peft_sel.kernels.reference import Factors, WeightSpec
 
-# Compiling takes about as long as the time that it saves over this many weights (5 s at 1 to 3 ns each, two cores):
+# Compiling takes about as long as the time that it saves over this many weights (5 to 10 s, at 2 ns each on two cores):
 # whoever stops earlier never waits for a compiler, whoever goes on loses at most as much again.
 COMPILE_AFTER_WEIGHTS = 4_000_000_000
 
-_weights_done: dict[Hashable, int] = {}
+_weights_done = 0
 _functions: dict[Hashable, Callable[..., Any]] = {}
 _failed = False
+
+
+def pays_off(weights: int) -> bool:
+    """Count weights about to be evaluated, and say whether so many were that compiling is worth its time.
+
+    Args:
+        weights: How many are about to be evaluated.
+
+    Returns:
+        Whether to use this backend.
+    """
+    global _weights_done
+    _weights_done += weights
+    return _weights_done >= COMPILE_AFTER_WEIGHTS and not _failed
 
 
 def fold_block(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: Tensor | None) -> Tensor:
     """Do what reference.fold_block does."""
     key = ("fold", spec, raw.dtype, delta is None)
-    result: Tensor = _call(reference.fold_block, key, raw.numel(), spec, raw, beta, factors, delta)
+    result: Tensor = _call(reference.fold_block, key, spec, raw, beta, factors, delta)
     return result
 
 
@@ -34,17 +48,14 @@ def pull_back_block(
 ) -> dict[str, Tensor]:
     """Do what reference.pull_back_block does."""
     key = ("pull back", spec, raw.dtype, names)
-    result: dict[str, Tensor] = _call(
-        reference.pull_back_block, key, raw.numel(), spec, grad, raw, beta, factors, names
-    )
+    result: dict[str, Tensor] = _call(reference.pull_back_block, key, spec, grad, raw, beta, factors, names)
     return result
 
 
-def _call(function: Callable[..., Any], key: Hashable, weights: int, *args: Any) -> Any:
-    """Call a function of reference.py, compiled for the constants in key when enough weights have gone through it."""
+def _call(function: Callable[..., Any], key: Hashable, *args: Any) -> Any:
+    """Call a function of reference.py, compiled for the constants in key; as it is where that fails."""
     global _failed
-    _weights_done[key] = _weights_done.get(key, 0) + weights
-    if _failed or _weights_done[key] < COMPILE_AFTER_WEIGHTS:
+    if _failed:
         return function(*args)
     if key not in _functions:
         _functions[key] = _compile(function, len(_functions))
@@ -55,7 +66,7 @@ def _call(function: Callable[..., Any], key: Hashable, weights: int, *args: Any)
         cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         warnings.warn(
             f"torch.compile does not work here ({type(error).__name__}: {cause}); SEL goes on with plain torch, which "
-            "computes the same in about three times the time per weight. Installing a C++ compiler (g++) cures this",
+            "computes the same in two to three times the time per weight. Installing a C++ compiler (g++) cures this",
             stacklevel=2,
         )
         return function(*args)
@@ -65,5 +76,6 @@ def _compile(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     # A code object of its own: Dynamo counts recompiles per code object, and stops at eight.
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    compiled: Callable[..., Any] = torch.compile(copied, dynamic=True, fullgraph=True)
+    one_thread: dict[str, Any] = {"cpp.threads": 1}  # blocks run side by side already
+    compiled: Callable[..., Any] = torch.compile(copied, dynamic=True, fullgraph=True, options=one_thread)
     return compiled

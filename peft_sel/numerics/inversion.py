@@ -12,7 +12,7 @@ from peft_sel.errors import ConfigError, ConvergenceError, NonFiniteWeightError,
 from peft_sel.numerics.transform import FAMILIES, MODES, check_beta, check_choice
 
 INITS = ("exact", "congruent")
-CPU_BLOCK_ELEMENTS = 1 << 16  # a block's temporaries (float64) stay in the second-level cache
+CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread: see kernels/blocks.py
 DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step left to do
 MAX_STEPS = 16

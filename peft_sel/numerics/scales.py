@@ -52,8 +52,8 @@ def init_parts(
         device: Device of the parameters.
 
     Returns:
-        Parts by name: global {"value" ()}; row {"row" (d_out,)}; column {"column" (d_in,)}; row_col_mult and
-        row_col_add both vectors; lora {"base" (), "a" (rank, d_in) drawn from N(0, 1/d_in), "b" (d_out, rank) zero}.
+        Parts by name: global {"value" (1,)}; row {"row" (d_out,)}; column {"column" (d_in,)}; row_col_mult and
+        row_col_add both vectors; lora {"base" (1,), "a" (rank, d_in) drawn from N(0, 1/d_in), "b" (d_out, rank) zero}.
 
     Raises:
         ConfigError: If row_col_mult would start at 0 or below, or the pattern is unknown.
@@ -61,7 +61,7 @@ def init_parts(
     rows, columns = shape
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     if pattern == "global":
-        return {"value": torch.full((), value, **options)}
+        return {"value": torch.full((1,), value, **options)}  # FSDP takes no 0-d parameters
     if pattern == "row":
         return {"row": torch.full((rows,), value, **options)}
     if pattern == "column":
@@ -80,7 +80,7 @@ def init_parts(
         return {"row": torch.full((rows,), value, **options), "column": torch.zeros(columns, **options)}
     if pattern == "lora":
         return {
-            "base": torch.full((), value, **options),
+            "base": torch.full((1,), value, **options),
             "a": torch.randn(rank, columns, **options) / math.sqrt(max(columns, 1)),
             "b": torch.zeros(rows, rank, **options),
         }
@@ -95,7 +95,7 @@ def broadcast_parts(pattern: str, parts: dict[str, Tensor]) -> tuple[Tensor, ...
         parts: Parameters as init_parts makes them.
 
     Returns:
-        One tensor, of shape () for global, (d_out, 1) for row, (1, d_in) for column and (d_out, d_in) for lora, whose
+        One tensor, of shape (1,) for global, (d_out, 1) for row, (1, d_in) for column and (d_out, d_in) for lora, whose
         product is formed here, whole; a row and a column for row_col_mult and row_col_add.
     """
     if pattern == "global":
@@ -123,7 +123,7 @@ def expand_parts(pattern: str, parts: dict[str, Tensor]) -> Tensor:
         parts: Parameters as init_parts makes them.
 
     Returns:
-        Shape () for global, (d_out, 1) for row, (1, d_in) for column, (d_out, d_in) for the others.
+        Shape (1,) for global, (d_out, 1) for row, (1, d_in) for column, (d_out, d_in) for the others.
     """
     return combine_factors(pattern, broadcast_parts(pattern, parts))
 
@@ -140,7 +140,7 @@ def reduce_gradient(pattern: str, parts: dict[str, Tensor], grad: Tensor) -> dic
         One gradient per part, of that part's shape.
     """
     if pattern == "global":
-        return {"value": grad.sum()}
+        return {"value": grad.sum().reshape(parts["value"].shape)}
     if pattern == "row":
         return {"row": grad.sum(1)}
     if pattern == "column":
@@ -149,7 +149,7 @@ def reduce_gradient(pattern: str, parts: dict[str, Tensor], grad: Tensor) -> dic
         return {"row": grad @ parts["column"], "column": parts["row"] @ grad}
     if pattern == "row_col_add":
         return {"row": grad.sum(1), "column": grad.sum(0)}
-    return {"base": grad.sum(), "a": parts["b"].T @ grad, "b": grad @ parts["a"].T}
+    return {"base": grad.sum().reshape(parts["base"].shape), "a": parts["b"].T @ grad, "b": grad @ parts["a"].T}
 
 
 def slice_parts(parts: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
