@@ -10,7 +10,6 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
@@ -321,7 +320,18 @@ class SELModule(SELLayer, nn.Module):
         return self._run(self.get_combined_weight(adapters), x)
 
     def _run(self, weight: Tensor, x: Tensor) -> Tensor:
-        result: Tensor = functional_call(self.get_base_layer(), {"weight": weight}, (x,))
+        base: Any = self.get_base_layer()
+        result: Tensor
+        if self.transposed:
+            result = torch.addmm(base.bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], base.nf)
+        elif isinstance(base, nn.Embedding):
+            result = nn.functional.embedding(
+                x, weight, base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq, sparse=base.sparse
+            )
+            scale = self._get_embed_scale()
+            result = result if scale is None else result * scale.to(result.dtype)
+        else:
+            result = base._conv_forward(x, weight, base.bias)
         return result
 
     def _present_adapters(self) -> list[str]:

@@ -289,7 +289,12 @@ def _layer_class(name: str, module: Any) -> type[SELModule]:
     # torch.nn.MultiheadAttention reads the weight of this kind of Linear itself
     if type(module).forward is nn.Linear.forward and kind != "NonDynamicallyQuantizableLinear":
         return SELLinear
-    if isinstance(module, (nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, Conv1D.forward):
+        return SELModule
+    # Gemma's embedding multiplies by its attribute embed_scale; what else a subclass does is not known
+    if isinstance(module, nn.Embedding) and (
+        type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+    ):
         return SELModule
     raise UnsupportedModuleError(name, kind)
 

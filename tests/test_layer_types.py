@@ -23,8 +23,10 @@ from peft_sel.numerics import effective_weight, expand_parts
 class ScaledEmbedding(nn.Embedding):
     """An embedding with a factor of its own, as Gemma has."""
 
+    embed_scale = 3.0
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 3.0
+        return super().forward(ids) * self.embed_scale
 
 
 def ids() -> torch.Tensor:
@@ -172,7 +174,21 @@ def test_tied_embedding_alone_leaves_the_head(tmp_path: Path):
     assert torch.equal(reloaded.transformer.wte.weight, merged.transformer.wte.weight)
 
 
-def test_norm_limited_embedding_is_refused():
-    model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0))
-    with pytest.raises(SELError, match=r"target module 0 is a Embedding .*max_norm"):
-        get_peft_model(model, SELConfig(target_modules=["0"]))
+class UnknownEmbedding(nn.Embedding):
+    """An embedding that does something of its own."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (nn.Embedding(4, 3, max_norm=1.0), "is a Embedding .*max_norm"),
+        (UnknownEmbedding(4, 3), "is a UnknownEmbedding"),
+        (nn.ConvTranspose1d(4, 3, 2), "is a ConvTranspose1d"),
+    ],
+)
+def test_other_modules_are_refused(module, match):
+    with pytest.raises(SELError, match=match):
+        get_peft_model(nn.Sequential(module), SELConfig(target_modules=["0"]))
