@@ -1,6 +1,6 @@
 # Each target first makes a virtual environment, .venv, if there is none or setup.cfg or the constraints have changed.
 #   make test PYTHON=python3.12      another interpreter, for a new .venv
-#   make test ARGS="-k inversion"    arguments for what the target runs (demo, test, check-long, test-lowest)
+#   make test ARGS="-k inversion"    arguments for what the target runs (demo and all tests)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,14 +11,18 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
 PACKAGE := .[train,demo,test,plots
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Threads that spin while they wait for one another are many times slower as soon as another program wants the cores.
+OMP_WAIT_POLICY ?= passive
+export OMP_WAIT_POLICY
 
-.PHONY: help demo test check check-long test-lowest clean
+.PHONY: help demo test check check-long peft-suite test-lowest clean
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
 	@echo "make test         the default tests, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
+	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two minutes)"
 	@echo "make test-lowest  the default tests on the lowest versions that setup.cfg allows (downloads 3 GB)"
 	@echo "make clean        remove the virtual environments and tool caches"
 
@@ -30,6 +34,9 @@ test: $(VENV)/.ready
 
 check-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+peft-suite: $(VENV)/.ready
+	$(BIN)/python tests/peft_suite/run.py $(ARGS)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check
