@@ -44,6 +44,15 @@ def test_demo_on_a_tiny_model(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert (tmp_path / "out" / "merged" / "model.safetensors").is_file()
 
 
+def test_reloading_happens_without_peft_sel() -> None:
+    lines = stages.RELOAD_SCRIPT.strip().splitlines()
+    start = "\n".join(lines[: lines.index("import numpy, torch, transformers")])
+    for name in ("peft_sel", "peft"):
+        command = [sys.executable, "-c", f"{start}\nimport {name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and f"import of {name} halted" in done.stderr
+
+
 def test_report_tells_what_did_not_hold(tmp_path: Path) -> None:
     report = stages.DemoReport(
         tensors_total=3,
@@ -53,6 +62,7 @@ def test_report_tells_what_did_not_hold(tmp_path: Path) -> None:
         loss_before=2.0,
         loss_after=1.5,
         loss_reloaded=1.5,
+        device="cpu",
         same_layout=True,
         stages=[stages.Stage("only", 1.0, 2**20)],
         out_dir=tmp_path,
@@ -62,6 +72,9 @@ def test_report_tells_what_did_not_hold(tmp_path: Path) -> None:
     for change in ({"identical": 1}, {"loss_reloaded": 1.25}, {"same_layout": False}):
         assert not stages.DemoReport(**{**vars(report), **change}).is_faithful
     assert stages.DemoReport(**{**vars(report), "identical": 1, "dtype": "float32"}).is_faithful  # not promised there
+    for loss, faithful in ((1.501, True), (1.502, False)):
+        other = stages.DemoReport(**{**vars(report), "device": "cuda:0", "loss_reloaded": loss})
+        assert other.is_faithful is faithful
     table = render(stages.DemoReport(**{**vars(report), "loss_reloaded": 1.25, "same_layout": False}))
     assert "1.2500  (-0.25)" in table and "NO" in table and "(the same)" not in table
 

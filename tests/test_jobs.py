@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub.utils
 import pytest
 import torch
+import transformers.utils.logging
 import yaml
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
-from peft_sel.jobs import resolve_checkpoint, run_job
+from peft_sel.jobs import hide_bars_outside_terminals, resolve_checkpoint, run_job
 from peft_sel.recipe import ModelSection, build_recipe, load_recipe
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -57,7 +59,7 @@ def test_blocks_are_the_documents_end_to_end(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_file_gives_the_same_blocks(tmp_path: Path) -> None:
-    tokenizer, documents = make_tokenizer(), make_documents(6)
+    tokenizer, documents = make_tokenizer(), [text.replace("slope ", "slope\n\n") for text in make_documents(6)]
     write_documents(tmp_path / "a.jsonl", documents)
     Dataset.from_dict({"text": documents}).to_parquet(tmp_path / "a.parquet")
     for index, text in enumerate(documents):
@@ -260,13 +262,16 @@ def test_job_is_the_same_every_time(folder: Path) -> None:
     assert all(torch.equal(tensor, adapters[1][key]) for key, tensor in adapters[0].items())
 
 
-def test_resumed_job_equals_the_straight_one(folder: Path) -> None:
+def test_resumed_job_equals_the_straight_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_recipe(folder, training={"save_strategy": "steps", "save_steps": 2})
     run_job(load_recipe(file, [f"output_dir={folder / 'straight'}"]))
     shutil.copytree(folder / "straight", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "adapter")
     shutil.rmtree(folder / "resumed" / "checkpoint-4")
+    capsys.readouterr()
     run_job(load_recipe(file, [f"output_dir={folder / 'resumed'}", "training.resume_from_checkpoint=true"]))
+    steps = [line.split()[1] for line in capsys.readouterr().out.splitlines() if " of 4  loss" in line]
+    assert steps == ["3", "4"]
     one, two = (load_file(folder / name / "adapter" / "adapter_model.safetensors") for name in ("straight", "resumed"))
     assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())
 
@@ -306,10 +311,24 @@ def test_resolve_checkpoint(folder: Path) -> None:
         resolve_checkpoint("some/model")
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file in some/model:UserWarning")  # PEFT's, when offline
+def test_adapter_remembers_the_id_of_its_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peft_sel.jobs.snapshot_download", lambda path, **_: folder / "base")  # as if fetched
+    run_job(load_recipe(write_recipe(folder, model={"path": "some/model", "revision": "v1"})))
+    config = PeftConfig.from_pretrained(str(folder / "out" / "adapter"))
+    assert (config.base_model_name_or_path, config.revision) == ("some/model", "v1")
+
+
+def test_bars_are_for_terminals() -> None:
+    hide_bars_outside_terminals()
+    assert huggingface_hub.utils.are_progress_bars_disabled() and datasets.utils.are_progress_bars_disabled()
+    assert not transformers.utils.logging.is_progress_bar_enabled()
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_recipes_in_configs_run(path: Path, folder: Path) -> None:
-    header = path.read_text().splitlines()[:12]
-    assert all(any(line.startswith(f"# {word}") for line in header) for word in ("purpose", "command", "duration", "expected"))
+    header = [line.split()[1] for line in path.read_text().splitlines() if line.startswith("# ")]
+    assert {"purpose", "command", "duration", "expected"} <= set(header)
     text = str(folder / "text.jsonl")
     tree = yaml.safe_load(path.read_text())
     family = "qwen3" if "Qwen3" in tree["model"]["path"] else "qwen2"

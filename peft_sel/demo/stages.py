@@ -34,7 +34,8 @@ from peft_sel.recipe import Recipe, build_recipe
 OUT_DIR = Path("runs/demo")
 HELD_OUT_BLOCKS = 12
 MAX_DOCUMENTS = 5000
-TRAINING = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "learning_rate": 2e-4}
+OTHER_DEVICE_TOLERANCE = 1e-3  # relative, of the loss
+TRAINING = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "learning_rate": 2e-4}
 
 # Runs in a process of its own, in which neither peft_sel nor peft can be imported.
 RELOAD_SCRIPT = """
@@ -43,21 +44,22 @@ sys.modules["peft_sel"] = sys.modules["peft"] = None
 import numpy, torch, transformers
 from safetensors.torch import load_file
 from tqdm import tqdm
-folder, blocks_file, device = sys.argv[1:]
+folder, blocks_file, batch_size, device = sys.argv[1:]
 if not sys.stderr.isatty():
     transformers.utils.logging.disable_progress_bar()
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
 losses = []
 with torch.no_grad():
-    for block in tqdm(load_file(blocks_file)["blocks"], "Evaluating", disable=None, leave=False):
-        block = block[None].to(device)
-        losses.append(model(input_ids=block, labels=block).loss.float().cpu().numpy())
+    batches = load_file(blocks_file)["blocks"].split(int(batch_size))
+    for batch in tqdm(batches, "Evaluating", disable=None, leave=False):
+        loss = model(input_ids=batch.to(device), labels=batch.to(device)).loss
+        losses.append(loss.float().cpu().repeat(len(batch)).numpy())  # as Trainer weights them
 try:
     status = open("/proc/self/status").read()
     peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 except OSError:
     peak = 0
-print(json.dumps({"loss": numpy.stack(losses).mean().item(), "peak_bytes": peak}))
+print(json.dumps({"loss": numpy.concatenate(losses).mean().item(), "peak_bytes": peak}))
 """
 
 
@@ -88,6 +90,7 @@ class DemoReport:
         loss_before: Mean loss on the held-out blocks of the converted model, before training.
         loss_after: The same after training.
         loss_reloaded: The same of the merged checkpoint in a process without peft_sel.
+        device: Where the losses were computed.
         same_layout: Whether the merged checkpoint has the base's tensor names, shapes and dtypes.
         stages: Seconds and memory.
         out_dir: Where adapter and merged are.
@@ -101,6 +104,7 @@ class DemoReport:
     loss_before: float
     loss_after: float
     loss_reloaded: float
+    device: str
     same_layout: bool
     stages: list[Stage]
     out_dir: Path
@@ -110,7 +114,9 @@ class DemoReport:
     def is_faithful(self) -> bool:
         """Whether everything that SEL promises held: identical bits (bf16 and fp16), the same loss after reloading."""
         exact = self.identical == self.tensors_converted or self.dtype not in ("bfloat16", "float16")
-        return exact and self.same_layout and self.loss_reloaded == self.loss_after
+        # Files are merged on the CPU: a model trained on a GPU may differ from them in the last bit of some weights.
+        tolerance = 0.0 if self.device == "cpu" else OTHER_DEVICE_TOLERANCE * self.loss_after
+        return exact and self.same_layout and abs(self.loss_reloaded - self.loss_after) <= tolerance
 
 
 class _StageClock:
@@ -193,13 +199,13 @@ def run_demo(
             loss_after = trainer.evaluate()["eval_loss"]
         with clock("Save the adapter"):
             adapted.save_pretrained(str(out_dir / "adapter"))
-        device = str(recipe.training.device)
+        batch_size, device = recipe.training.per_device_eval_batch_size, str(recipe.training.device)
         trainer.accelerator.free_memory()
         del trainer, adapted
         with clock("Merge, one tensor at a time"):
             merge_checkpoint(base_dir, out_dir / "adapter", out_dir / "merged")
         with clock("Reload without peft_sel, evaluate"):
-            reloaded = _evaluate_in_fresh_process(out_dir / "merged", held_out, device)
+            reloaded = _evaluate_in_fresh_process(out_dir / "merged", held_out, batch_size, device)
         clock.stages[-1].peak_bytes = reloaded["peak_bytes"]
     base, merged = _read_layout(base_dir), _read_layout(out_dir / "merged")
     return DemoReport(
@@ -210,6 +216,7 @@ def run_demo(
         loss_before=loss_before,
         loss_after=loss_after,
         loss_reloaded=reloaded["loss"],
+        device=device,
         same_layout=base == merged,
         stages=clock.stages,
         out_dir=out_dir,
@@ -288,12 +295,12 @@ def _read_layout(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]
         return {name: (entry.shape, entry.dtype) for name, entry in reader.entries.items()}
 
 
-def _evaluate_in_fresh_process(folder: Path, held_out: Dataset, device: str) -> dict[str, Any]:
+def _evaluate_in_fresh_process(folder: Path, held_out: Dataset, batch_size: int, device: str) -> dict[str, Any]:
     """Load a checkpoint with plain transformers in a new process and return its mean loss and peak memory."""
     with tempfile.TemporaryDirectory() as scratch:
         blocks_file = str(Path(scratch) / "blocks.safetensors")
         save_file({"blocks": torch.tensor(held_out["input_ids"][:])}, blocks_file)
-        command = [sys.executable, "-c", RELOAD_SCRIPT, str(folder), blocks_file, device]
+        command = [sys.executable, "-c", RELOAD_SCRIPT, str(folder), blocks_file, str(batch_size), device]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise CheckpointError(folder, "does not load in a process without peft_sel", "see the messages above")
