@@ -31,7 +31,7 @@ training (the arguments of transformers.Trainer), with output_dir and merge besi
 start from. The output folder must not exist yet, unless training.resume_from_checkpoint is set.
 
 example:
-  peft-sel train configs/smollm2_two_cores.yaml --set training.max_steps=50 --set output_dir=runs/short
+  peft-sel train configs/smollm2_two_cores.yaml --set training.max_steps=10 --set output_dir=runs/short
 
 on several processes:
   accelerate launch -m peft_sel.cli train configs/qwen3_continued_pretraining.yaml"""

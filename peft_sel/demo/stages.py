@@ -177,7 +177,8 @@ def run_demo(
     hide_bars_outside_terminals()
     out_dir = make_out_dir(out_dir)
     clock = _StageClock()
-    with removed_if_empty(out_dir):
+    # The machine may have no compiler, and so short a run needs none.
+    with removed_if_empty(out_dir), torch.compiler.set_stance("force_eager"):
         with clock("Prepare checkpoint and text"):
             base_dir = prepare_checkpoint() if model is None else resolve_checkpoint(model)
             recipe = _write_recipe(str(base_dir) if model is None else model, data, steps, out_dir)

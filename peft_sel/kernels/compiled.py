@@ -13,8 +13,8 @@ from torch import Tensor
 from peft_sel.kernels import reference
 from peft_sel.kernels.reference import Factors, WeightSpec
 
-# Compiling takes about as long as the time that it saves over this many weights (10 s, at 1 ns each on two cores): whoever
-# stops earlier never waits for a compiler, whoever goes on loses at most as much again.
+# Compiling takes about as long as the time that it saves over this many weights (10 s, at 1 ns each on two cores):
+# whoever stops earlier never waits for a compiler, whoever goes on loses at most as much again.
 COMPILE_AFTER_WEIGHTS = 10_000_000_000
 
 _weights_done = 0
