@@ -63,7 +63,7 @@ def _call(function: Callable[..., Any], key: Hashable, *args: Any) -> Any:
         return _functions[key](*args)
     except Exception as error:  # whatever breaks in a compiler, training can go on
         _failed = True
-        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        cause = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
         warnings.warn(
             f"torch.compile does not work here ({type(error).__name__}: {cause}); SEL goes on with plain torch, which "
             "computes the same in two to three times the time per weight. Installing a C++ compiler (g++) cures this",
