@@ -178,7 +178,7 @@ def run_demo(
     out_dir = make_out_dir(out_dir)
     clock = _StageClock()
     # The machine may have no compiler, and so short a run needs none.
-    with removed_if_empty(out_dir), torch.compiler.set_stance("force_eager"):
+    with removed_if_empty(out_dir):
         with clock("Prepare checkpoint and text"):
             base_dir = prepare_checkpoint() if model is None else resolve_checkpoint(model)
             recipe = _write_recipe(str(base_dir) if model is None else model, data, steps, out_dir)

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import compiled, reference
+from peft_sel.kernels import reference
 from peft_sel.kernels.blocks import INLINE_ELEMENTS, Backend, Scales, fold_weight, pull_back
 from peft_sel.kernels.reference import WeightSpec
 
 __all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
 
-# The same blocks for both: sums over rows then agree in every bit.
 REFERENCE = Backend("reference", INLINE_ELEMENTS, reference.fold_block, reference.pull_back_block)
-COMPILED = Backend("compiled", INLINE_ELEMENTS, compiled.fold_block, compiled.pull_back_block)
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
 ACCELERATOR = Backend("accelerator", 1 << 24, reference.fold_block, reference.pull_back_block)
 # Inside someone else's torch.compile a loop over blocks would be unrolled.
@@ -31,9 +29,7 @@ def select_backend(raw: Tensor) -> Backend:
     """Return the backend for a weight."""
     if torch.compiler.is_compiling():
         return TRACED
-    if raw.device.type != "cpu":
-        return ACCELERATOR
-    return COMPILED if raw.dtype != torch.float64 and compiled.pays_off(raw.numel()) else REFERENCE
+    return REFERENCE if raw.device.type == "cpu" else ACCELERATOR
 
 
 class _Fold(torch.autograd.Function):
