@@ -177,7 +177,6 @@ def run_demo(
     hide_bars_outside_terminals()
     out_dir = make_out_dir(out_dir)
     clock = _StageClock()
-    # The machine may have no compiler, and so short a run needs none.
     with removed_if_empty(out_dir):
         with clock("Prepare checkpoint and text"):
             base_dir = prepare_checkpoint() if model is None else resolve_checkpoint(model)
