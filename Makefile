@@ -11,9 +11,6 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
 PACKAGE := .[train,demo,test,plots
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Threads that spin while they wait for one another are many times slower as soon as another program wants the cores.
-OMP_WAIT_POLICY ?= passive
-export OMP_WAIT_POLICY
 
 .PHONY: help demo test check check-long peft-suite test-lowest clean
 

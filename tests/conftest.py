@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything that imports it
-# Threads that spin while they wait for one another make small tensors ten times as slow when the cores are busy.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 import random
 import zlib

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +12,10 @@ from peft_sel.kernels.reference import Factors, WeightSpec
 from peft_sel.numerics import broadcast_parts, compute_dtype, reduce_gradient, slice_parts
 
 Scales = dict[str, dict[str, Tensor]]
-Result = TypeVar("Result")
 
-# Torch runs an operation on so few elements in the calling thread.
+# Torch runs an operation on so few elements in the calling thread. More would be shared among threads, and thousands of
+# small parallel regions, each waiting for its slowest thread, stall on a machine that has other things to do.
 INLINE_ELEMENTS = 1 << 15
-MAX_WORKERS = 8  # beyond, Python threads wait for one another
 
 
 class Backend(NamedTuple):
@@ -26,7 +23,7 @@ class Backend(NamedTuple):
 
     Attributes:
         name: What messages call it.
-        block_elements: Weights per block; blocks of no more than INLINE_ELEMENTS run side by side.
+        block_elements: Weights per block.
         fold_block: Effective weight of a block.
         pull_back_block: Elementwise gradients of a block.
     """
@@ -52,27 +49,6 @@ def _row_blocks(rows: int, columns: int, block_elements: int) -> list[slice]:
         return []
     step = max(1, block_elements // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-@lru_cache
-def _make_workers(number: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(number, thread_name_prefix="peft_sel")
-
-
-def _map_blocks(work: Callable[[slice], Result], blocks: list[slice], backend: Backend) -> Iterable[Result]:
-    """Apply work to each block, in order.
-
-    Blocks that torch would run in one thread run side by side in several: thousands of small parallel regions, each
-    waiting for its slowest thread, stall on a machine that has other things to do.
-    """
-    if backend.block_elements > INLINE_ELEMENTS or len(blocks) < 2:
-        return [work(block) for block in blocks]
-
-    def work_without_grad(block: slice) -> Result:  # grad mode belongs to a thread
-        with torch.no_grad():
-            return work(block)
-
-    return _make_workers(min(torch.get_num_threads(), MAX_WORKERS)).map(work_without_grad, blocks)
 
 
 def _broadcast_scales(spec: WeightSpec, scales: Scales) -> Factors:
@@ -102,13 +78,9 @@ def fold_weight(
         delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     factors = _broadcast_scales(spec, scales)
-
-    def fold_rows(rows: slice) -> None:
+    for rows in _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements):
         block_delta = None if delta is None else delta[rows]
         result[rows] = backend.fold_block(spec, raw[rows], beta, _slice_factors(factors, rows), block_delta)
-
-    for _ in _map_blocks(fold_rows, _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements), backend):
-        pass
     return result
 
 
@@ -139,10 +111,7 @@ def pull_back(
     factors = _broadcast_scales(spec, scales)
     elementwise_names = tuple(name for name in ("raw", *scales) if name in names)
     patterns = dict(spec.patterns)
-
-    def pull_back_rows(rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Fill in what belongs to these rows; return (sum, its share) for what is summed over rows."""
-        shares: list[tuple[Tensor, Tensor]] = []
+    for rows in _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements):
         block_grad = grad[rows].to(dtype)
         elementwise = backend.pull_back_block(
             spec, block_grad, raw[rows], beta, _slice_factors(factors, rows), elementwise_names
@@ -155,16 +124,11 @@ def pull_back(
                 if _is_row_part(part):
                     sums[part][rows] = value
                 else:
-                    shares.append((sums[part], value))
+                    sums[part] += value
         if a_grad is not None:
-            shares.append((a_grad, b[rows].T @ block_grad))
+            a_grad += b[rows].T @ block_grad
         if b_grad is not None:
             b_grad[rows] = block_grad @ a.T
-        return shares
-
-    for shares in _map_blocks(pull_back_rows, _row_blocks(raw.shape[0], raw.shape[1], backend.block_elements), backend):
-        for total, share in shares:
-            total += share
     return WeightGradients(
         raw_grad,
         scale_grads,
