@@ -18,11 +18,11 @@ from peft_sel.kernels.reference import WeightSpec
 
 __all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
 
-REFERENCE = Backend("reference", INLINE_ELEMENTS, reference.fold_block, reference.pull_back_block)
+REFERENCE = Backend(INLINE_ELEMENTS, reference.fold_block, reference.pull_back_block)
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
-ACCELERATOR = Backend("accelerator", 1 << 24, reference.fold_block, reference.pull_back_block)
+ACCELERATOR = Backend(1 << 24, reference.fold_block, reference.pull_back_block)
 # Inside someone else's torch.compile a loop over blocks would be unrolled.
-TRACED = Backend("traced", sys.maxsize, reference.fold_block, reference.pull_back_block)
+TRACED = Backend(sys.maxsize, reference.fold_block, reference.pull_back_block)
 
 
 def select_backend(raw: Tensor) -> Backend:

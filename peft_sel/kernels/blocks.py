@@ -22,13 +22,11 @@ class Backend(NamedTuple):
     """How blocks are evaluated: see reference.py for what the two functions promise.
 
     Attributes:
-        name: What messages call it.
         block_elements: Weights per block.
         fold_block: Effective weight of a block.
         pull_back_block: Elementwise gradients of a block.
     """
 
-    name: str
     block_elements: int
     fold_block: Callable[[WeightSpec, Tensor, Tensor, Factors, Tensor | None], Tensor]
     pull_back_block: Callable[[WeightSpec, Tensor, Tensor, Tensor, Factors, Collection[str]], dict[str, Tensor]]
