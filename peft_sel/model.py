@@ -13,7 +13,6 @@ from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from peft.utils import _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX, matches_end
@@ -25,10 +24,10 @@ from peft_sel.errors import (
     DroppedBaseError,
     NonFiniteWeightError,
     SELError,
-    UnsupportedModuleError,
     list_names,
 )
-from peft_sel.layer import SELLayer, SELLinear, SELModule
+from peft_sel.layer import SELLayer
+from peft_sel.modules import choose_layer_class
 from peft_sel.targets import TARGET_MODULES
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -137,7 +136,9 @@ class SELModel(BaseTuner):
         if isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
         else:
-            module = _layer_class(current_key, target)(target, adapter_name, peft_config, name=current_key, **options)
+            module = choose_layer_class(current_key, target)(
+                target, adapter_name, peft_config, name=current_key, **options
+            )
             if adapter_name not in self.active_adapters:
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
@@ -277,26 +278,6 @@ class SELModel(BaseTuner):
 
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _layer_class(name: str, module: Any) -> type[SELModule]:
-    """Return the SEL layer for a module; raise UnsupportedModuleError if there is none."""
-    kind = type(module).__name__
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
-        raise UnsupportedModuleError(name, kind, "it holds no parameter called weight")
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
-        raise UnsupportedModuleError(name, kind, "max_norm rewrites its weight while it runs")
-    # torch.nn.MultiheadAttention reads the weight of this kind of Linear itself
-    if type(module).forward is nn.Linear.forward and kind != "NonDynamicallyQuantizableLinear":
-        return SELLinear
-    if type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, Conv1D.forward):
-        return SELModule
-    # Gemma's embedding multiplies by its attribute embed_scale; what else a subclass does is not known
-    if isinstance(module, nn.Embedding) and (
-        type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
-    ):
-        return SELModule
-    raise UnsupportedModuleError(name, kind)
 
 
 def _makes_meta_parameters() -> bool:

@@ -10,7 +10,7 @@ from models import bits
 from torch import nn
 
 from peft_sel import ScaleConfig, SELConfig, SELError
-from peft_sel.layer import SELLinear
+from peft_sel.modules import SELLinear
 from peft_sel.numerics import SCALE_NAMES
 
 ROWS, COLUMNS, RANK = 3, 4, 2

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel import SELConfig, SELError, merge_checkpoint
 from peft_sel.conversion import to_matrix
-from peft_sel.layer import SELModule
+from peft_sel.modules import SELModule
 from peft_sel.numerics import effective_weight, expand_parts
 
 
