@@ -7,7 +7,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything that imports it
 
 import random
+import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "real_checkpoint" in getattr(item, "fixturenames", ()):
             item.add_marker("real")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def backend() -> Iterator[None]:
+    """Without a C++ compiler, run on the reference backend rather than warn in every test."""
+    from peft_sel.kernels import use_backend
+
+    with nullcontext() if shutil.which("g++") else use_backend("reference"):
+        yield
 
 
 @pytest.fixture(autouse=True)

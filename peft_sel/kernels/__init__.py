@@ -1,35 +1,53 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-A backend evaluates one block of rows (see reference.py); `select_backend` chooses it for each call.
+Backends evaluate it, chosen for each call: reference.py (plain torch, block by block), compiled.py (torch.compile), and
+fused.py inside somebody else's torch.compile.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import reference
-from peft_sel.kernels.blocks import INLINE_ELEMENTS, Backend, Scales, fold_weight, pull_back
-from peft_sel.kernels.reference import WeightSpec
+from peft_sel.kernels import compiled, fused, reference
+from peft_sel.kernels.formulas import Scales, WeightSpec, broadcast_scales
+from peft_sel.numerics import compute_dtype
 
-__all__ = ["Scales", "WeightSpec", "fold", "select_backend"]
+__all__ = ["Scales", "WeightSpec", "fold", "use_backend"]
 
-REFERENCE = Backend(INLINE_ELEMENTS, reference.fold_block, reference.pull_back_block)
-# An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
-ACCELERATOR = Backend(1 << 24, reference.fold_block, reference.pull_back_block)
-# Inside someone else's torch.compile a loop over blocks would be unrolled.
-TRACED = Backend(sys.maxsize, reference.fold_block, reference.pull_back_block)
+BACKENDS = {"reference": reference, "compiled": compiled}
+
+_forced: ModuleType | None = None
 
 
-def select_backend(raw: Tensor) -> Backend:
-    """Return the backend for a weight."""
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Evaluate with one backend, whatever would be chosen; for tests and comparisons.
+
+    Args:
+        name: "reference" or "compiled".
+    """
+    global _forced
+    before, _forced = _forced, BACKENDS[name]
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
+    """Return the module that evaluates a weight."""
     if torch.compiler.is_compiling():
-        return TRACED
-    return REFERENCE if raw.device.type == "cpu" else ACCELERATOR
+        return fused if all(pattern != "lora" for _, pattern in spec.patterns) else reference
+    if _forced is not None:
+        return _forced
+    return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
 class _Fold(torch.autograd.Function):
@@ -48,9 +66,15 @@ class _Fold(torch.autograd.Function):
     ) -> Tensor:
         ctx.spec, ctx.layout = spec, layout
         ctx.save_for_backward(raw, beta, residual_a, residual_b, *parts)
-        with torch.autocast(raw.device.type, enabled=False):
-            scales, residual = _group(layout, parts), _pair(residual_a, residual_b)
-            return fold_weight(select_backend(raw), spec, raw, beta, scales, residual)
+        # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
+        with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+            delta = None
+            if residual_a is not None and residual_b is not None:
+                a, b = residual_a.to(compute_dtype(raw)), residual_b.to(compute_dtype(raw))
+                delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
+            factors = broadcast_scales(spec, _group(layout, parts))
+            result: Tensor = _select_backend(spec, raw, any(ctx.needs_input_grad)).fold(spec, raw, beta, factors, delta)
+            return result
 
     @staticmethod
     @once_differentiable
@@ -59,18 +83,20 @@ class _Fold(torch.autograd.Function):
         grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
         _, _, needs_raw, _, needs_a, needs_b, *needs_parts = ctx.needs_input_grad
         names = {scale for (scale, _), needed in zip(ctx.layout, needs_parts, strict=True) if needed}
-        names |= {
-            name for name, needed in (("raw", needs_raw), ("residual_a", needs_a), ("residual_b", needs_b)) if needed
-        }
+        names |= {"raw"} if needs_raw else set()
+        a_grad = b_grad = None
         with torch.autocast(raw.device.type, enabled=False):
-            scales, residual = _group(ctx.layout, parts), _pair(residual_a, residual_b)
-            grads = pull_back(select_backend(raw), ctx.spec, grad, raw, beta, scales, residual, names)
+            backend = _select_backend(ctx.spec, raw, True)
+            raw_grad, grads = backend.pull_back(ctx.spec, grad, raw, beta, _group(ctx.layout, parts), names)
+            if needs_a or needs_b:
+                residual = residual_a, residual_b
+                a_grad, b_grad = reference.pull_back_residual(ctx.spec, grad, residual, compute_dtype(raw))
         part_grads = [
-            grads.scales[scale][part].to(tensor.dtype) if needed else None
+            grads[scale][part].to(tensor.dtype) if needed else None
             for (scale, part), tensor, needed in zip(ctx.layout, parts, needs_parts, strict=True)
         ]
-        residual_grads = _like(grads.residual_a, residual_a), _like(grads.residual_b, residual_b)
-        return None, None, _like(grads.raw, raw), None, *residual_grads, *part_grads
+        residual_grads = _like(a_grad, residual_a), _like(b_grad, residual_b)
+        return None, None, _like(raw_grad, raw), None, *residual_grads, *part_grads
 
 
 def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list[Tensor]) -> Scales:
@@ -79,10 +105,6 @@ def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list
     for (scale, part), tensor in zip(layout, parts, strict=True):
         scales.setdefault(scale, {})[part] = tensor
     return scales
-
-
-def _pair(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if a is None or b is None else (a, b)
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor | None:

@@ -1,71 +1,105 @@
-"""Reference backend: the formulas of numerics, evaluated by plain torch on one block of rows."""
+"""Reference backend: a weight block by block of rows, so that the temporaries of plain torch stay small."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from peft_sel.numerics import combine_factors, effective_weight, effective_weight_gradients
+from peft_sel.kernels.formulas import (
+    Factors,
+    Scales,
+    WeightSpec,
+    broadcast_scales,
+    fold_block,
+    pull_back_block,
+    slice_factors,
+)
+from peft_sel.numerics import compute_dtype, reduce_gradient, slice_parts
 
-Factors = dict[str, tuple[Tensor, ...]]
-
-
-class WeightSpec(NamedTuple):
-    """What is fixed about a weight: everything but its tensors.
-
-    Attributes:
-        mode: Mode of the transform.
-        patterns: (scale name, pattern) of each scale that is present.
-        residual_scaling: alpha / r of the residual.
-        dtype: Dtype of the effective weight.
-        family: Family of the transform.
-    """
-
-    mode: str
-    patterns: tuple[tuple[str, str], ...]
-    residual_scaling: float
-    dtype: torch.dtype
-    family: str = "symexp"
+# Torch runs an operation on so few elements in the calling thread. More would be shared among threads, and thousands of
+# small parallel regions, each waiting for its slowest thread, stall on a machine that has other things to do.
+INLINE_ELEMENTS = 1 << 15
+# An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
+ACCELERATOR_ELEMENTS = 1 << 24
+MATMUL_ELEMENTS = 1 << 22  # few matrix products, which run on all threads
 
 
-def fold_block(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: Tensor | None) -> Tensor:
-    """Compute the effective weight of a block of rows, in spec.dtype.
-
-    Args:
-        spec: The weight's constants.
-        raw: Raw weights, (rows, d_in).
-        beta: Curvature, 0-d.
-        factors: What combine_factors combines into each scale of these rows.
-        delta: Residual to add, (rows, d_in), or None.
-
-    Returns:
-        f(raw) + delta, rounded once.
-    """
-    scales = {name: combine_factors(pattern, factors[name]) for name, pattern in spec.patterns}
-    weight = effective_weight(raw, **scales, beta=beta, mode=spec.mode, family=spec.family)
-    if delta is not None:
-        weight = torch.where(delta == 0, weight, weight + delta)  # adding +0 would turn -0.0 into +0.0
-    return weight.to(spec.dtype)
+def _row_blocks(tensor: Tensor, cpu_elements: int = INLINE_ELEMENTS) -> list[slice]:
+    """Return slices of the rows of a matrix, of about so many elements on a CPU."""
+    rows, columns = tensor.shape
+    if rows == 0 or columns == 0:
+        return []
+    step = max(1, (cpu_elements if tensor.device.type == "cpu" else ACCELERATOR_ELEMENTS) // columns)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def pull_back_block(
-    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, factors: Factors, names: Collection[str]
-) -> dict[str, Tensor]:
-    """Pull a block of dLoss/dw_eff back to raw and to the expanded scales, elementwise.
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: Tensor | None) -> Tensor:
+    """Compute the effective weight of raw, (d_out, d_in), in spec.dtype: fold_block of all rows."""
+    result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
+    for rows in _row_blocks(raw):
+        block_factors = slice_factors(factors, rows.start, rows.stop)
+        result[rows] = fold_block(spec, raw[rows], beta, block_factors, None if delta is None else delta[rows])
+    return result
+
+
+def pull_back(
+    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: Collection[str]
+) -> tuple[Tensor | None, Scales]:
+    """Pull dLoss/dw_eff back to raw and to the parts of the scales.
 
     Args:
         spec: The weight's constants.
-        grad: dLoss/dw_eff, (rows, d_in).
-        raw: Raw weights, (rows, d_in).
+        grad: dLoss/dw_eff, (d_out, d_in).
+        raw: Raw weight, (d_out, d_in).
         beta: Curvature, 0-d.
-        factors: What combine_factors combines into each scale of these rows.
+        scales: Parts of each scale.
         names: "raw" or names of scales.
 
     Returns:
-        One (rows, d_in) gradient per name.
+        Gradients of raw (None if not asked for) and of the named scales; sums over rows are carried in float64.
     """
-    scales = {name: combine_factors(pattern, factors[name]) for name, pattern in spec.patterns}
-    return effective_weight_gradients(grad, raw, **scales, beta=beta, mode=spec.mode, names=names)
+    dtype = compute_dtype(raw)
+    raw_grad = torch.empty(raw.shape, dtype=dtype, device=raw.device) if "raw" in names else None
+    sums = {
+        name: {part: torch.zeros_like(tensor, dtype=_sum_dtype(part, dtype)) for part, tensor in scales[name].items()}
+        for name in scales
+        if name in names
+    }
+    factors, patterns = broadcast_scales(spec, scales), dict(spec.patterns)
+    names = tuple(name for name in ("raw", *scales) if name in names)
+    for rows in _row_blocks(raw):
+        block_factors = slice_factors(factors, rows.start, rows.stop)
+        elementwise = pull_back_block(spec, grad[rows], raw[rows], beta, block_factors, names)
+        if raw_grad is not None:
+            raw_grad[rows] = elementwise["raw"]
+        for name, part_sums in sums.items():
+            parts = slice_parts(scales[name], rows.start, rows.stop)
+            for part, value in reduce_gradient(patterns[name], parts, elementwise[name]).items():
+                if _is_row_part(part):
+                    part_sums[part][rows] = value
+                else:
+                    part_sums[part] += value
+    return raw_grad, sums
+
+
+def pull_back_residual(
+    spec: WeightSpec, grad: Tensor, residual: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Pull dLoss/dw_eff, (d_out, d_in), back to the residual's A and B; computed in dtype."""
+    a, b = (factor.to(dtype) for factor in residual)
+    a_grad, b_grad = torch.zeros_like(a, dtype=torch.float64), torch.zeros_like(b)
+    for rows in _row_blocks(grad, MATMUL_ELEMENTS):
+        block = grad[rows].to(dtype)
+        a_grad += b[rows].T @ block
+        b_grad[rows] = block @ a.T
+    return a_grad * spec.residual_scaling, b_grad * spec.residual_scaling
+
+
+def _is_row_part(part: str) -> bool:
+    return part in ("row", "b")
+
+
+def _sum_dtype(part: str, dtype: torch.dtype) -> torch.dtype:
+    return dtype if _is_row_part(part) else torch.float64
