@@ -21,6 +21,7 @@ from peft_sel.numerics import (
 )
 
 PREFIX = "symexplin_"  # of every saved key
+HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 

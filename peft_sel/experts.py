@@ -12,11 +12,10 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peft_sel.config import SELConfig
-from peft_sel.conversion import resolve_beta
+from peft_sel.conversion import HOLDER_NAME, resolve_beta
 from peft_sel.errors import DroppedBaseError, UnsupportedParameterError
 from peft_sel.layer import SELLayer
 
-HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of the parameter
 TRANSPOSED_KINDS = ("Llama4TextExperts",)  # (num_experts, d_in, d_out), and nothing on the module that says so
 MIN_EXPERT_DIMS = 3
 

@@ -46,7 +46,7 @@ class TensorReport:
         dtype: Dtype on disk, without "torch.".
         std: Standard deviation, of the raw weight in an adapter.
         max_over_std: Largest magnitude divided by std.
-        beta: Curvature that a conversion would choose, or that the adapter saved.
+        beta: Curvature that a conversion would choose, or that the adapter saved (the mean of a stack of experts).
         newton_steps: Steps of the inversion.
         num_differing: Elements whose bits differ after conversion and merge.
         max_ulp: Largest difference then, in units in the last place of dtype.
@@ -188,22 +188,23 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     """Report on a converted module of an adapter."""
     keys, config = adapter.modules[module], adapter.config
     shape = _module_shape(adapter, module)
+    stacked = "beta" in keys and len(adapter.reader.entries[keys["beta"]].shape) > 0
     dtype = str(adapter.reader.entries[next(iter(keys.values()))].dtype).removeprefix("torch.")
     report = TensorReport(module, shape, dtype)
     try:
-        if len(shape) == 2:
+        if shape and len(shape) == (3 if stacked else 2):
             adapter.check_parts(module, shape)
         parts = adapter.read_parts(module)
         if "raw" in parts:
             report = _describe(module, parts["raw"])
-        report.beta = float(parts["beta"])
+        report.beta = float(parts["beta"].mean())
         for name, scale_config in config.scale_configs().items():
             if scale_config.trainable:
-                scale = StructuredScale(name, scale_config, report.beta, (1, 1), torch.float32)
+                scale = StructuredScale(name, scale_config, parts["beta"], (1, 1), torch.float32)
                 values = {part.partition(".")[2]: value for part, value in parts.items() if part.startswith(f"{name}.")}
                 if scale_config.transform == "exp":
                     values = {part: value.exp() for part, value in values.items()}
-                report.scale_means[name] = float(expand_parts(scale.pattern, values).mean()) / (scale.start or 1.0)
+                report.scale_means[name] = _mean_scale(scale.pattern, values, stacked) / (scale.start or 1.0)
         if config.r:
             residual = parts["residual_b"] @ parts["residual_a"]
             report.residual_norm = float(torch.linalg.vector_norm(residual)) * abs(config.residual_scaling)
@@ -214,14 +215,24 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     return report
 
 
+def _mean_scale(pattern: str, parts: dict[str, Tensor], stacked: bool) -> float:
+    """Return the mean of a scale over the weight, over all matrices of a stack."""
+    if not stacked:
+        return float(expand_parts(pattern, parts).mean())
+    members = zip(*(tensor.unbind() for tensor in parts.values()), strict=True)
+    means = [expand_parts(pattern, dict(zip(parts, member, strict=True))).mean() for member in members]
+    return float(torch.stack(means).mean())
+
+
 def _module_shape(adapter: Adapter, module: str) -> tuple[int, ...]:
     """Return the shape of a module's weight as far as its saved tensors tell."""
     shapes = {part: adapter.reader.entries[key].shape for part, key in adapter.modules[module].items()}
     if "raw" in shapes:
         return shapes["raw"]
-    rows = [shape[0] for part, shape in shapes.items() if part.endswith((".row", ".b", "residual_b")) and shape]
+    rows = [shape[-1] for part, shape in shapes.items() if part.endswith(".row") and shape]
+    rows += [shape[-2] for part, shape in shapes.items() if part.endswith((".b", "residual_b")) and len(shape) > 1]
     columns = [shape[-1] for part, shape in shapes.items() if part.endswith((".column", ".a", "residual_a")) and shape]
-    return (rows[0], columns[0]) if rows and columns else ()
+    return (*shapes.get("beta", ()), rows[0], columns[0]) if rows and columns else ()
 
 
 def render(reports: Sequence[TensorReport]) -> str:
