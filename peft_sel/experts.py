@@ -159,6 +159,28 @@ class SELHolder(nn.Module):
         return "symexplin." + super().__repr__()
 
 
+def place_holder(parent: nn.Module, child_name: str, child: nn.Module) -> SELHolder:
+    """Return the holder of a module, and put a new one in the module's place if there is none.
+
+    Args:
+        parent: Its parent; one that became a holder stands for the module it holds.
+        child_name: The module's name there.
+        child: The module, its holder, or the base layer of the holder parent.
+
+    Returns:
+        The holder.
+    """
+    if isinstance(child, SELHolder):
+        return child
+    if isinstance(parent, SELHolder):
+        if child is parent.base_layer:
+            return parent
+        parent = parent.base_layer
+    holder = SELHolder(child)
+    setattr(parent, child_name, holder)
+    return holder
+
+
 def _check_parameter(module: nn.Module, parameter_name: str, name: str) -> None:
     """Raise unless a parameter is a matrix or a stack of matrices that a module reads while it runs."""
     parameter = module._parameters[parameter_name]

@@ -26,7 +26,7 @@ from peft_sel.errors import (
     SELError,
     list_names,
 )
-from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal
+from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
 from peft_sel.modules import choose_layer_class
 from peft_sel.targets import TARGET_MODULES
@@ -158,10 +158,7 @@ class SELModel(BaseTuner):
     ) -> None:
         options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
         if parameter_name is not None:
-            holder = next((module for module in (target, parent) if isinstance(module, SELHolder)), None)
-            if holder is None:
-                holder = SELHolder(target)
-                setattr(parent, target_name, holder)
+            holder = place_holder(parent, target_name, target)
             holder.add_adapter(parameter_name, adapter_name, peft_config, name=current_key, **options)
         elif isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
