@@ -153,7 +153,7 @@ def test_the_owner_gets_its_parameter_back_whatever_happens():
 def test_a_hundred_merges_leave_the_base_alone():
     base = make_moe("qwen3_moe", torch.bfloat16)
     state, own = clone_state(base), [first_experts(base).gate_up_proj, first_experts(base).down_proj]
-    model = convert_moe(base)
+    plain, model = logits(base), convert_moe(base)
     perturb(model)
     adapted = logits(model)
     for _ in range(100):
@@ -164,6 +164,9 @@ def test_a_hundred_merges_leave_the_base_alone():
     assert torch.equal(logits(model), adapted)
     model.merge_adapter()
     assert all(status.merged_adapters == ["default"] for status in get_layer_status(model))
+    with model.disable_adapter():
+        assert torch.equal(logits(model), plain)
+    model.merge_adapter()
     assert_same_bits(model.unload().state_dict(), state)
 
 
@@ -213,8 +216,10 @@ def test_target_modules_of_a_second_adapter_do_not_reach_parameters_of_that_name
     assert converted == [f"model.model.layers.{index}.mlp.shared_expert.down_proj" for index in (0, 1)]
 
 
-def test_dropping_the_base_frees_it_and_merges_the_same():
-    kept, dropped = convert_moe(make_moe()), convert_moe(make_moe(), base_weight="drop")
+@pytest.mark.parametrize("names", [TARGETS, TARGETS[:1]])
+def test_dropping_the_base_frees_it_and_merges_the_same(names):
+    kept = convert_moe(make_moe(), target_parameters=names)
+    dropped = convert_moe(make_moe(), target_parameters=names, base_weight="drop")
     perturb(kept), perturb(dropped)
     assert first_experts(dropped).base_layer.gate_up_proj.numel() == 0
     assert torch.equal(logits(dropped), logits(kept))
@@ -274,12 +279,23 @@ class Mixer(nn.Module):
         return self.inner(x @ self.table) * self.gain
 
 
-def test_what_lies_inside_the_owner_may_be_a_target_too():
+@pytest.mark.parametrize(
+    "targets", [{"target_modules": ["inner"]}, {"target_parameters": ["0.table", "0.inner.weight"]}], ids=str
+)
+def test_what_lies_inside_the_owner_may_be_a_target_too(targets):
     base = nn.Sequential(Mixer())
     state, x = clone_state(base), torch.randn(2, 4)
-    model = get_peft_model(copy.deepcopy(base), make_config(target_modules=["inner"], target_parameters=["0.table"]))
+    model = get_peft_model(copy.deepcopy(base), make_config(**{"target_parameters": ["0.table"], **targets}))
     perturb(model)
     adapted = model(x)
+    inner = model.base_model.model[0].base_layer.inner
+    with torch.no_grad():
+        weight = (inner.sel_parameters.weight if isinstance(inner, SELHolder) else inner).get_effective_weight(
+            "default"
+        )
+        table = model.base_model.model[0].sel_parameters.table()
+        by_hand = nn.functional.linear(x @ table, weight, state["0.inner.bias"]) * state["0.gain"]
+    assert torch.equal(adapted, by_hand)
     assert torch.equal(copy.deepcopy(model).merge_and_unload()(x), adapted)
     restored = model.unload()
     assert [name for name, _ in restored.named_modules()] == [name for name, _ in base.named_modules()]
