@@ -111,7 +111,7 @@ class SELHolder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("base_layer", HOLDER_NAME):
+            if name in ("base_layer", HOLDER_NAME) or name.startswith("_"):
                 raise
         layers: Any = self.sel_parameters
         weight = layers[name]() if name in layers else None

@@ -290,9 +290,8 @@ def test_what_lies_inside_the_owner_may_be_a_target_too(targets):
     adapted = model(x)
     inner = model.base_model.model[0].base_layer.inner
     with torch.no_grad():
-        weight = (inner.sel_parameters.weight if isinstance(inner, SELHolder) else inner).get_effective_weight(
-            "default"
-        )
+        layer = inner.sel_parameters.weight if isinstance(inner, SELHolder) else inner
+        weight = layer.get_effective_weight("default")
         table = model.base_model.model[0].sel_parameters.table()
         by_hand = nn.functional.linear(x @ table, weight, state["0.inner.bias"]) * state["0.gain"]
     assert torch.equal(adapted, by_hand)

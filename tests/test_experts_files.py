@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import assert_same_bits, clone_state
-from moe import FAMILIES, TARGETS, convert_moe, logits, make_moe, parameter_layers, perturb
+from moe import FAMILIES, TARGETS, convert_moe, logits, make_config, make_moe, parameter_layers, perturb
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -184,3 +184,22 @@ def test_inspecting_an_adapter_reports_each_stack(tmp_path, train_raw):
         assert report.scale_means["exp_scale"] == pytest.approx((expanded.mean() / start).item(), rel=1e-5)
         product = layer.symexplin_residual_b["default"] @ layer.symexplin_residual_a["default"]
         assert report.residual_norm == pytest.approx(product.norm().item(), rel=1e-5)
+
+
+def test_inspecting_a_checkpoint_rehearses_each_expert_as_it_would_be_converted(tmp_path):
+    make_moe("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "base")
+    config = make_config(target_modules=None, target_parameters=[*TARGETS, "mlp.gate.weight"])
+    reports = {report.name: report for report in inspect_checkpoint(tmp_path / "base", config=config)}
+    assert all(report.num_differing == 0 for report in reports.values())
+    model = convert_moe(load_base(tmp_path), target_parameters=config.target_parameters)
+    expected = {}
+    for layer in parameter_layers(model):
+        betas = layer.symexplin_beta["default"]
+        names = [f"{layer.module_name}[{expert}]" for expert in range(4)] if layer.stack else [layer.module_name]
+        expected.update(zip(names, betas.reshape(-1).tolist(), strict=True))
+    assert {name: report.beta for name, report in reports.items() if ".mlp." in name} == expected
+    stack_on_disk(tmp_path / "base")
+    again = {report.name: report for report in inspect_checkpoint(tmp_path / "base", config=config)}
+    assert again == reports
+    plain = inspect_checkpoint(tmp_path / "base")  # the default leaves experts alone
+    assert plain and all(".self_attn." in report.name for report in plain)
