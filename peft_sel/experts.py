@@ -229,8 +229,8 @@ def find_untouched_experts(model: nn.Module) -> list[str]:
 
 def _iter_parameter_names(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
-        if path and not is_internal(path):
-            yield from (_strip_wrappers(f"{path}.{name}") for name in module._parameters)
+        if not is_internal(path):
+            yield from (_strip_wrappers(f"{path}.{name}").removeprefix(".") for name in module._parameters)
 
 
 def is_internal(path: str) -> bool:

@@ -304,6 +304,7 @@ def test_what_lies_inside_the_owner_may_be_a_target_too(targets):
 REFUSED = {
     "unknown": (["mlp.experts.up_gate"], "target_parameters='mlp.experts.up_gate': is the end of no parameter's name"),
     "text": ("0.table", "target_parameters='0.table': give a list of names"),
+    "root": (["top"], "Targeting an nn.Parameter on the top-level module is not supported"),
     "vector": (["0.gain"], r"target parameter 0.gain has the shape \(4,\)"),
     "kernel": (["0.conv.weight"], "target parameter 0.conv.weight is a convolution's kernel"),
 }
@@ -313,10 +314,11 @@ REFUSED = {
 def test_what_cannot_be_converted_is_refused_and_nothing_changes(case):
     names, message = REFUSED[case]
     base = nn.Sequential(Mixer())
+    base.top = nn.Parameter(torch.randn(4, 4))
     before, state = fingerprint(base), clone_state(base)
     if isinstance(names, list) and case != "unknown":
         names = ["0.table", *names]
-    with pytest.raises(SELError, match=message):
+    with pytest.raises(ValueError if case == "root" else SELError, match=message):
         get_peft_model(base, make_config(target_modules=["inner"], target_parameters=names))
     assert fingerprint(base) == before
     assert_same_bits(base.state_dict(), state)

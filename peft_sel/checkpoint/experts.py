@@ -97,7 +97,7 @@ def check_layout(config: dict[str, Any], names: Iterable[str], folder: Path) -> 
     model_types = {str(part.get("model_type")) for part in (config, *nested)}
     for conversion in [item for kind in sorted(model_types) for item in get_checkpoint_conversion_mapping(kind) or []]:
         operations = {type(operation).__name__ for operation in getattr(conversion, "operations", [])}
-        targets = {pattern.rpartition(".")[2] for pattern in conversion.target_patterns}
+        targets = {pattern.rpartition(".")[2] for pattern in getattr(conversion, "target_patterns", [])}
         changed = [name for name in names if name.rpartition(".")[2] in targets]
         if changed and not operations <= PLAIN_OPERATIONS:
             raise CheckpointError(
