@@ -205,6 +205,12 @@ class SELConfig(PeftConfig):
     def _check_combinations(self) -> None:
         if self.base_weight == "drop" and not self.train_raw:
             raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
+        if self.target_parameters and self.layers_to_transform is not None:
+            raise ConfigError(
+                "layers_to_transform",
+                self.layers_to_transform,
+                "does not reach target_parameters; name the layers there, as in '0.mlp.experts.down_proj'",
+            )
         shift_start = self.shift.init if isinstance(self.shift, ScaleConfig) else None
         if shift_start not in (None, 0, 0.0):
             raise ConfigError(

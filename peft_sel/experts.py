@@ -83,6 +83,17 @@ class SELParameter(SELLayer, nn.Module):
         adapters = [name for name in self.active_adapters if name in self.sel_config]
         return self.get_combined_weight(adapters) if adapters else None
 
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Say no: LoRA's own layers hold one matrix.
+
+        Args:
+            adapter_name: Name of the adapter.
+
+        Returns:
+            False.
+        """
+        return False
+
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
         return getattr(base_layer, self.parameter_name).device, None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
 from peft.utils import _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -121,6 +121,16 @@ class SELModel(BaseTuner):
         for target, found in find_parameters(model, config.target_parameters or []).items():
             if not found:
                 raise ConfigError("target_parameters", target, "is the end of no parameter's name in this model")
+            paths = {path: name for name in found for path in (name, name.rpartition(".")[0])}
+            excluded = [
+                paths[p] for p in paths if isinstance(self._check_target_module_exists(config, p), _ExcludedModule)
+            ]
+            if excluded:
+                reason = (
+                    f"{excluded[0]} is under exclude_modules or modules_to_save, which do not reach parameters; name "
+                    "only those to convert, as in '0.mlp.experts.down_proj'"
+                )
+                raise ConfigError("target_parameters", target, reason)
             names += found
         for pattern in config.beta_pattern:
             if names and not any(matches_end(pattern, name) for name in names):

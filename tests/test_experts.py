@@ -301,6 +301,27 @@ def test_what_lies_inside_the_owner_may_be_a_target_too(targets):
     assert_same_bits(restored.state_dict(), state)
 
 
+CONFLICTS = {
+    "layers": ({"layers_to_transform": [0]}, "layers_to_transform=.* name the layers there, as in '0.mlp.experts"),
+    "excluded": ({"exclude_modules": ["experts"]}, "layers.0.mlp.experts.gate_up_proj is under exclude_modules"),
+    "excluded by name": (
+        {"exclude_modules": r".*down_proj"},
+        "layers.0.mlp.experts.down_proj is under exclude_modules",
+    ),
+    "saved": ({"modules_to_save": ["mlp"]}, "layers.0.mlp.experts.gate_up_proj is under .* modules_to_save"),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_fields_that_peft_would_ignore_are_refused(case):
+    options, message = CONFLICTS[case]
+    base = make_moe()
+    before = fingerprint(base)
+    with pytest.raises(SELError, match=message):
+        convert_moe(base, **options)
+    assert fingerprint(base) == before
+
+
 REFUSED = {
     "unknown": (["mlp.experts.up_gate"], "target_parameters='mlp.experts.up_gate': is the end of no parameter's name"),
     "text": ("0.table", "target_parameters='0.table': give a list of names"),
