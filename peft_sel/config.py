@@ -80,6 +80,9 @@ class SELConfig(PeftConfig):
     Attributes:
         target_modules: Names or a regex of the modules to convert, or "all-linear"; None for the model type's default.
         exclude_modules: Names or a regex of modules to leave out.
+        target_parameters: Names, or their ends after a dot, of parameters to convert that are no module's weight, such
+            as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: each matrix of a stack (num_experts, d_out, d_in)
+            gets its own curvature, scales and residual. Comes on top of target_modules ([] for these alone).
         modules_to_save: Names of modules to train plainly and save whole.
         layers_to_transform: Indices of the layers to convert; None for all.
         layers_pattern: Name of the layer list, if it is not a common one.
@@ -118,6 +121,7 @@ class SELConfig(PeftConfig):
 
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
@@ -148,6 +152,8 @@ class SELConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, set(getattr(self, name)))
+        if isinstance(self.target_parameters, str):
+            raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
         for choice, known in (
             ("mode", MODES),
             ("family", FAMILIES),
@@ -199,6 +205,12 @@ class SELConfig(PeftConfig):
     def _check_combinations(self) -> None:
         if self.base_weight == "drop" and not self.train_raw:
             raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
+        if self.target_parameters and self.layers_to_transform is not None:
+            raise ConfigError(
+                "layers_to_transform",
+                self.layers_to_transform,
+                "does not reach target_parameters; name the layers there, as in '0.mlp.experts.down_proj'",
+            )
         shift_start = self.shift.init if isinstance(self.shift, ScaleConfig) else None
         if shift_start not in (None, 0, 0.0):
             raise ConfigError(

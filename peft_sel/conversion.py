@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, ScaleConfig, SELConfig
 from peft_sel.errors import AdapterMismatchError, ConfigError
-from peft_sel.kernels import WeightSpec, fold
+from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
     InversionReport,
     auto_beta,
@@ -21,17 +21,18 @@ from peft_sel.numerics import (
 )
 
 PREFIX = "symexplin_"  # of every saved key
+HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 class StructuredScale(nn.Module):
-    """The parameters of one structured scale of one adapter, named by part (4.4)."""
+    """The parameters of one structured scale of one adapter, named by part (4.4); stacked where beta is a vector."""
 
     def __init__(
         self,
         name: str,
         config: ScaleConfig,
-        beta: float,
+        beta: float | Tensor,
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -39,16 +40,21 @@ class StructuredScale(nn.Module):
         super().__init__()
         self.name, self.pattern, self.transform = name, config.pattern, config.transform
         self.init = config.init
-        self.reset_start(beta)
-        parts = init_parts(config.pattern, self.start, shape, rank=config.rank, dtype=dtype, device=device)
-        self.part_names = tuple(parts)
-        for part, tensor in parts.items():
+        starts = self.reset_start(beta)
+        members = [init_parts(config.pattern, s, shape, rank=config.rank, dtype=dtype, device=device) for s in starts]
+        stacked = isinstance(beta, Tensor) and beta.dim() > 0
+        self.part_names = tuple(members[0])
+        for part in self.part_names:
+            tensor = torch.stack([member[part] for member in members]) if stacked else members[0][part]
             value = tensor.log() if self.transform == "exp" else tensor
             self.register_parameter(part, nn.Parameter(value, requires_grad=config.trainable))
 
-    def reset_start(self, beta: float) -> None:
-        """Set the value that the scale starts at, for a curvature."""
-        self.start = start_value(self.name, beta) if self.init is None else self.init
+    def reset_start(self, beta: float | Tensor) -> list[float]:
+        """Set start, the value that the scale starts at for a curvature (its mean over a stack); return all starts."""
+        betas = beta.reshape(-1).tolist() if isinstance(beta, Tensor) else [beta]
+        starts = [start_value(self.name, value) if self.init is None else self.init for value in betas]
+        self.start = starts[0] if len(starts) == 1 else sum(starts) / len(starts)
+        return starts
 
     def parts(self) -> dict[str, Tensor]:
         """Return the parts as expand_parts takes them, after the positive transform."""
@@ -65,7 +71,9 @@ def matches_end(pattern: str, name: str) -> bool:
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 
-def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int | None) -> float:
+def resolve_beta(
+    config: SELConfig, name: str, weight: Tensor, hidden_size: int | None, tensor_name: str | None = None
+) -> float:
     """Choose the curvature of a target weight, as the float32 number that the adapter saves.
 
     Args:
@@ -73,6 +81,7 @@ def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int 
         name: Module name.
         weight: Base weight.
         hidden_size: Width of the model; None takes the smaller side of weight.
+        tensor_name: How errors call the weight; None for the module's name with ".weight".
 
     Returns:
         beta, exactly representable in float32.
@@ -86,29 +95,42 @@ def resolve_beta(config: SELConfig, name: str, weight: Tensor, hidden_size: int 
             beta = value
             break
     if beta == "auto":
-        beta = auto_beta(weight, config.beta_rms, f"{name}.weight", hidden_size)
+        beta = auto_beta(weight, config.beta_rms, tensor_name or f"{name}.weight", hidden_size)
     elif beta == "width":
         beta = width_beta(hidden_size or min(weight.shape[:2]))
     rounded = float(torch.tensor(float(beta), dtype=torch.float32))
     if not FLOAT32_TINY <= rounded <= 1 / FLOAT32_TINY:
         raise ConfigError(
-            "beta", beta, f"{name} needs a curvature whose inverse float32 can hold; set it in beta_pattern"
+            "beta",
+            beta,
+            f"{tensor_name or name} needs a curvature whose inverse float32 can hold; set it in beta_pattern",
         )
     return rounded
 
 
-def invert_at_start(config: SELConfig, beta: float, weight: Tensor, name: str) -> tuple[Tensor, InversionReport]:
+def invert_at_start(
+    config: SELConfig, beta: float | Tensor, weight: Tensor, name: str
+) -> tuple[Tensor, InversionReport]:
     """Invert a base weight with the starting values of the configured scales (every pattern starts uniform).
 
     Args:
         config: Mode, family, init and scales.
-        beta: Curvature, exactly representable in float32.
+        beta: Curvature, exactly representable in float32; a vector for a stack of matrices, one each.
         weight: Base weight.
         name: How errors call the tensor.
 
     Returns:
-        (raw, report) of invert_weight, raw in the configured raw_dtype.
+        (raw, report) of invert_weight, raw in the configured raw_dtype; the report of a stack is that of its worst.
     """
+    if isinstance(beta, Tensor) and beta.dim() > 0:
+        pairs = enumerate(zip(beta.tolist(), weight.unbind(), strict=True))
+        raws, reports = zip(
+            *(invert_at_start(config, value, matrix, f"{name}[{index}]") for index, (value, matrix) in pairs),
+            strict=True,
+        )
+        steps, residuals, converged = zip(*reports, strict=True)
+        return torch.stack(raws), InversionReport(max(steps), max(residuals), all(converged))
+    beta = float(beta)
     raw_dtype = RAW_DTYPES[config.raw_dtype]
     dtype = torch.float64 if raw_dtype == torch.float64 else torch.float32
     starts = {}
@@ -148,17 +170,60 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Ten
     return matrix if len(shape) == 2 else matrix.reshape(shape)  # a sparse gradient cannot pass a reshape
 
 
-def expected_shapes(config: SELConfig, shape: tuple[int, ...], transposed: bool = False) -> dict[str, tuple[int, ...]]:
+def fold_weight(
+    spec: WeightSpec,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    residual: tuple[Tensor, Tensor] | None,
+    transposed: bool,
+) -> Tensor:
+    """Compute the effective weight of one matrix, or of each in a stack where beta is a vector, by the kernel.
+
+    Args:
+        spec: The weight's constants.
+        raw: Raw weight in its module's layout; a stack of experts has them in its first dimension.
+        beta: Curvature, 0-d, or (num_experts,).
+        scales: Parts of each scale, stacked like raw.
+        residual: (A, B), stacked like raw, or None.
+        transposed: Whether the layout is (d_in, d_out).
+
+    Returns:
+        w_eff in the module's layout.
+    """
+    if beta.dim() == 0:
+        matrix = fold(spec, to_matrix(raw, transposed), beta, scales, residual)
+        return from_matrix(matrix, tuple(raw.shape), transposed).contiguous()
+    # unbind and not [index]: its gradient is one stack, where each index would fill a whole tensor with zeros.
+    parts = {(scale, part): tensor.unbind() for scale, values in scales.items() for part, tensor in values.items()}
+    pairs = zip(residual[0].unbind(), residual[1].unbind(), strict=True) if residual is not None else None
+    weights = []
+    for index, (matrix, value) in enumerate(zip(raw.unbind(), beta.unbind(), strict=True)):
+        members: Scales = {scale: {} for scale in scales}
+        for (scale, part), tensors in parts.items():
+            members[scale][part] = tensors[index]
+        weights.append(fold_weight(spec, matrix, value, members, next(pairs) if pairs else None, transposed))
+    return torch.stack(weights)
+
+
+def expected_shapes(
+    config: SELConfig, shape: tuple[int, ...], transposed: bool = False, stacked: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that a saved adapter holds for a target weight, by its name after the prefix.
 
     Args:
         config: The adapter's configuration.
         shape: Shape of the weight in its module's layout.
         transposed: Whether that is (d_in, d_out).
+        stacked: Whether it is a stack of experts along its first dimension.
 
     Returns:
         Shapes by name.
     """
+    if stacked:
+        flags = {"transposed": ()} if transposed else {}
+        members = expected_shapes(config, shape[1:], transposed)
+        return {name: (shape[0], *member) for name, member in members.items()} | flags
     shapes: dict[str, tuple[int, ...]] = {"beta": ()}
     if config.train_raw:
         shapes["raw"] = shape
@@ -198,10 +263,10 @@ def rebuild_weight(
     """
     reference = tensors.get("raw", base_weight)
     shape = tuple(reference.shape) if reference is not None else ()
-    transposed = "transposed" in tensors
-    if len(shape) < 2 or (base_weight is not None and tuple(base_weight.shape) != shape):
+    transposed, stacked = "transposed" in tensors, "beta" in tensors and tensors["beta"].dim() > 0
+    if len(shape) < (3 if stacked else 2) or (base_weight is not None and tuple(base_weight.shape) != shape):
         raise AdapterMismatchError(name, [], [], [f"{PREFIX}raw {shape}"])
-    expected = expected_shapes(config, shape, transposed)
+    expected = expected_shapes(config, shape, transposed, stacked)
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     wrong = [key for key in expected if key in tensors and tuple(tensors[key].shape) != expected[key]]
     if missing or unexpected or wrong:
@@ -211,7 +276,7 @@ def rebuild_weight(
         raw = tensors["raw"]
     else:
         assert base_weight is not None
-        raw, _ = invert_at_start(config, float(beta), base_weight, name)
+        raw, _ = invert_at_start(config, beta, base_weight, name)
     scales, patterns = {}, []
     for scale, scale_config in config.scale_configs().items():
         parts = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(f"{scale}.")}
@@ -220,5 +285,4 @@ def rebuild_weight(
     spec = WeightSpec(config.mode, tuple(patterns), config.residual_scaling, dtype, config.family)
     residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
     with torch.no_grad():
-        matrix = fold(spec, to_matrix(raw, transposed), beta, scales, residual)
-    return from_matrix(matrix, shape, transposed).contiguous()
+        return fold_weight(spec, raw, beta, scales, residual, transposed)

@@ -78,6 +78,13 @@ class UnsupportedModuleError(SELError):
         )
 
 
+class UnsupportedParameterError(SELError):
+    """A parameter that target_parameters names cannot be converted."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"target parameter {name} {reason}; take it out of target_parameters")
+
+
 class DroppedBaseError(SELError):
     """Something needs the base weights that base_weight='drop' freed."""
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.conversion import PREFIX, StructuredScale, from_matrix, invert_at_start, resolve_beta, to_matrix
+from peft_sel.conversion import PREFIX, StructuredScale, fold_weight, invert_at_start, resolve_beta, to_matrix
 from peft_sel.errors import BrokenMergeError, DroppedBaseError, UnsupportedModuleError
-from peft_sel.kernels import Scales, WeightSpec, fold
+from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
 
 PERTURBATION = 0.05  # relative, of init_weights=False
@@ -26,13 +26,16 @@ def _refresh_after_load(layer: SELLayer, _: Any) -> None:
     """Recompute what follows from loaded values: the starts of the scales, and the raw weight of frozen adapters."""
     for adapter, beta in layer.symexplin_beta.items():
         for scale in layer.scales(adapter).values():
-            scale.reset_start(float(beta))
+            scale.reset_start(beta)
         if adapter in layer.symexplin_raw_frozen:
             layer.refresh_frozen_raw(adapter)
 
 
 class SELLayer(BaseTunerLayer):
-    """Adapter state and merge logic of one target module; mixed into an nn.Module that has its forward."""
+    """Adapter state and merge logic of one target weight; mixed into an nn.Module."""
+
+    parameter_name = "weight"  # of the base layer
+    stack: tuple[int, ...] = ()  # (num_experts,) where the weight is a stack of matrices
 
     adapter_layer_names = (
         "symexplin_raw",
@@ -50,7 +53,6 @@ class SELLayer(BaseTunerLayer):
     )
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
-        self.base_layer = base_layer
         self.module_name = name
         self.symexplin_raw = nn.ParameterDict()
         self.symexplin_raw_frozen = BufferDict(persistent=False)
@@ -67,12 +69,18 @@ class SELLayer(BaseTunerLayer):
         self.merged_adapters = []
         self._disable_adapters = False
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
-        module: Any = self
+        self._parameter_order = tuple(base_layer._parameters)
         self.in_features: int | None
         self.out_features: int | None
-        self.in_features, self.out_features = _get_in_out_features(module.base_layer)
-        self.transposed = isinstance(base_layer, Conv1D)
+        self._adopt(base_layer)
+        module: Any = self
         module.register_load_state_dict_post_hook(_refresh_after_load)
+
+    def _adopt(self, base_layer: Any) -> None:
+        """Hold the base layer and describe how its weight lies."""
+        self.base_layer = base_layer
+        self.in_features, self.out_features = _get_in_out_features(base_layer)
+        self.transposed = isinstance(base_layer, Conv1D)
 
     def scales(self, adapter: str) -> dict[str, StructuredScale]:
         """Return the structured scales of an adapter by name."""
@@ -83,8 +91,17 @@ class SELLayer(BaseTunerLayer):
     def base_weight(self) -> Tensor:
         """The base layer's own weight, also while an adapter is merged into the layer."""
         base: Any = self.get_base_layer()
-        weight: Tensor = self._unmerged.get("weight", base.weight)
+        weight: Tensor = self._unmerged.get("weight", getattr(base, self.parameter_name))
         return weight
+
+    @property
+    def weight_name(self) -> str:
+        """How errors call the base weight."""
+        return f"{self.module_name}.weight"
+
+    def _choose_beta(self, config: SELConfig, weight: Tensor, hidden_size: int | None) -> Tensor:
+        """Return the curvature of a weight, 0-d."""
+        return torch.tensor(resolve_beta(config, self.module_name, weight, hidden_size), dtype=torch.float32)
 
     @property
     def base_dropped(self) -> str | None:
@@ -114,17 +131,17 @@ class SELLayer(BaseTunerLayer):
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
         if convert:
             _check_readable(self.module_name, self.get_base_layer(), weight)
-        beta = resolve_beta(config, self.module_name, weight, hidden_size) if convert else 1.0
+        beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         device = weight.device
         if convert:
-            raw, report = invert_at_start(config, beta, weight, f"{self.module_name}.weight")
+            raw, report = invert_at_start(config, beta, weight, self.weight_name)
             self.inversion_report[adapter] = report
         else:
             raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype])
-        rows, columns = to_matrix(weight, self.transposed).shape
+        rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
         dtype, shape = compute_dtype(raw), (rows, columns)
         self.sel_config[adapter] = config
-        self.symexplin_beta[adapter] = torch.tensor(beta, dtype=torch.float32, device=device)
+        self.symexplin_beta[adapter] = beta.to(device)
         if self.transposed:
             self.symexplin_transposed[adapter] = torch.ones((), dtype=torch.uint8, device=device)
         if config.train_raw:
@@ -137,9 +154,9 @@ class SELLayer(BaseTunerLayer):
         self.frozen_peft_weight_names[adapter] = fixed
         if config.r > 0:
             bound = 1 / math.sqrt(max(shape[1], 1))  # nn.Linear's, and LoRA's, for A
-            a = torch.empty(config.r, shape[1], dtype=dtype, device=device).uniform_(-bound, bound)
+            a = torch.empty(*self.stack, config.r, shape[1], dtype=dtype, device=device).uniform_(-bound, bound)
             self.symexplin_residual_a[adapter] = nn.Parameter(a)
-            b = torch.zeros(shape[0], config.r, dtype=dtype, device=device)
+            b = torch.zeros(*self.stack, shape[0], config.r, dtype=dtype, device=device)
             self.symexplin_residual_b[adapter] = nn.Parameter(b)
         if not config.init_weights:
             self._perturb(adapter)
@@ -149,9 +166,9 @@ class SELLayer(BaseTunerLayer):
     def drop_base_weight(self) -> None:
         """Free the base weight: a 0-element buffer that remembers dtype and device, and is not saved, replaces it."""
         base: Any = self.get_base_layer()
-        placeholder = base.weight.detach().new_empty(0)
-        del base.weight
-        base.register_buffer("weight", placeholder, persistent=False)
+        placeholder = getattr(base, self.parameter_name).detach().new_empty(0)
+        delattr(base, self.parameter_name)
+        base.register_buffer(self.parameter_name, placeholder, persistent=False)
 
     def discard_adapter(self, adapter: str) -> None:
         """Forget an adapter without choosing a new active one."""
@@ -180,8 +197,8 @@ class SELLayer(BaseTunerLayer):
     @torch.no_grad()
     def refresh_frozen_raw(self, adapter: str) -> None:
         """Recompute the raw weight of a train_raw=False adapter from the base weight and the adapter's beta."""
-        beta = float(self.symexplin_beta[adapter])
-        raw, _ = invert_at_start(self.sel_config[adapter], beta, self.base_weight, f"{self.module_name}.weight")
+        beta = self.symexplin_beta[adapter]
+        raw, _ = invert_at_start(self.sel_config[adapter], beta, self.base_weight, self.weight_name)
         self.symexplin_raw_frozen[adapter] = raw
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -205,8 +222,7 @@ class SELLayer(BaseTunerLayer):
         )
         parts: Scales = {name: scale.parts() for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        matrix = fold(spec, to_matrix(raw, self.transposed), self.symexplin_beta[adapter], parts, residual)
-        return from_matrix(matrix, tuple(raw.shape), self.transposed).contiguous()
+        return fold_weight(spec, raw, self.symexplin_beta[adapter], parts, residual, self.transposed)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return w_eff - w_base of an adapter in the base layer's layout, in float32 (float64 for float64 raw)."""
@@ -239,11 +255,11 @@ class SELLayer(BaseTunerLayer):
         with torch.no_grad():
             merged = self.get_combined_weight([*self.merged_adapters, *new])
         if safe_merge and not bool(torch.isfinite(merged).all()):
-            raise BrokenMergeError(f"{self.module_name}.weight", new)
-        self._unmerged.setdefault("weight", base.weight)
+            raise BrokenMergeError(self.weight_name, new)
+        self._unmerged.setdefault("weight", getattr(base, self.parameter_name))
         # A new Parameter, never .data: a tied embedding keeps its own weight.
-        base.weight = nn.Parameter(merged, requires_grad=False)
-        for other in [other for other in base._parameters if other != "weight"]:  # a dropped weight comes back last
+        setattr(base, self.parameter_name, nn.Parameter(merged, requires_grad=False))
+        for other in [other for other in self._parameter_order if other in base._parameters]:  # a dropped one came last
             base._parameters[other] = base._parameters.pop(other)
         self.merged_adapters.extend(new)
 
@@ -256,7 +272,7 @@ class SELLayer(BaseTunerLayer):
             self.drop_base_weight()
             self._unmerged.clear()
         else:
-            base.weight = self._unmerged.pop("weight")
+            setattr(base, self.parameter_name, self._unmerged.pop("weight"))
         self.merged_adapters.clear()
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
 from peft.utils import _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from peft_sel.errors import (
     SELError,
     list_names,
 )
+from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
 from peft_sel.modules import choose_layer_class
 from peft_sel.targets import TARGET_MODULES
@@ -69,6 +70,7 @@ class SELModel(BaseTuner):
                 "from scratch. Use init='exact' to keep a pretrained model as it is",
                 stacklevel=2,
             )
+        chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
         if not any(_sel_layers(model)):
             self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -87,6 +89,13 @@ class SELModel(BaseTuner):
             for layer in _sel_layers(model):
                 if adapter_name in layer.sel_config:
                     layer.drop_base_weight()
+        if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
+            ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
+            warnings.warn(
+                f"the expert parameters {list_names(experts)} stay as they are, since target_modules reaches modules "
+                f"only; target_parameters={ends} converts them too",
+                stacklevel=2,
+            )
 
     @staticmethod
     def _check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
@@ -109,10 +118,35 @@ class SELModel(BaseTuner):
             self._prepare_adapter_config(config, self.get_model_config(model)), model
         )
         names = [name for name, _ in model.named_modules() if name and self._check_target_module_exists(config, name)]
+        for target, found in find_parameters(model, config.target_parameters or []).items():
+            if not found:
+                raise ConfigError("target_parameters", target, "is the end of no parameter's name in this model")
+            paths = {path: name for name in found for path in (name, name.rpartition(".")[0])}
+            excluded = [
+                paths[p] for p in paths if isinstance(self._check_target_module_exists(config, p), _ExcludedModule)
+            ]
+            if excluded:
+                reason = (
+                    f"{excluded[0]} is under exclude_modules or modules_to_save, which do not reach parameters; name "
+                    "only those to convert, as in '0.mlp.experts.down_proj'"
+                )
+                raise ConfigError("target_parameters", target, reason)
+            names += found
         for pattern in config.beta_pattern:
             if names and not any(matches_end(pattern, name) for name in names):
                 raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
         return names
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        """Fill in the model type's default target_modules; parameters alone will do where there is none."""
+        if peft_config.target_parameters and model_config.get("model_type") not in self.target_module_mapping:
+            return peft_config
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        """Say whether a module is a target: no part of an adapter is, though it bears a parameter's name."""
+        return False if is_internal(key) else BaseTuner._check_target_module_exists(peft_config, key)
 
     def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
         """Take an adapter out again; with the last one, leave the model as it was before conversion."""
@@ -133,7 +167,10 @@ class SELModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
-        if isinstance(target, SELLayer):
+        if parameter_name is not None:
+            holder = place_holder(parent, target_name, target)
+            holder.add_adapter(parameter_name, adapter_name, peft_config, name=current_key, **options)
+        elif isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
         else:
             module = choose_layer_class(current_key, target)(
@@ -143,6 +180,13 @@ class SELModel(BaseTuner):
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
+        """Put a module in another's place; one that comes out of a holder has no weight for PEFT to look at."""
+        if isinstance(child, SELHolder):
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
 
     def _hidden_size(self) -> int | None:
         config: Any = getattr(self.model, "config", None)
@@ -211,7 +255,10 @@ class SELModel(BaseTuner):
     ) -> Any:
         if merge and safe_merge:
             self._check_finite(adapter_names)
-        return super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
+        while True:  # what lies inside a holder comes to light when the holder is gone
+            super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
+            if not any(self.sel_layers()):
+                return self.model
 
     @torch.no_grad()
     def _check_finite(self, adapter_names: list[str] | None) -> None:
@@ -219,7 +266,7 @@ class SELModel(BaseTuner):
         for layer in self.sel_layers():
             new = [name for name in names if name in layer.sel_config and name not in layer.merged_adapters]
             if new and not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
-                raise BrokenMergeError(f"{layer.module_name}.weight", new)
+                raise BrokenMergeError(layer.weight_name, new)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -266,14 +313,14 @@ class SELModel(BaseTuner):
         if missing or unexpected or wrong:
             raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
         for key, value in saved.items():
-            if key.endswith(f".{PREFIX}beta") and not 0 < float(value) < float("inf"):
+            if key.endswith(f".{PREFIX}beta") and not bool(((value > 0) & value.isfinite()).all()):
                 raise ConfigError(
-                    "beta", float(value), f"{key} must be positive and finite; the adapter file is broken"
+                    "beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken"
                 )
         for layer in _sel_layers(model):
             if adapter_name in layer.symexplin_raw_frozen and not bool(torch.isfinite(layer.base_weight).all()):
                 count = int((~torch.isfinite(layer.base_weight)).sum())
-                raise NonFiniteWeightError(f"{layer.module_name}.weight", count)
+                raise NonFiniteWeightError(layer.weight_name, count)
 
 
 def _describe(tensor: Tensor) -> str:
@@ -293,11 +340,15 @@ def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
 
 def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
     """Take an adapter out of every layer, and the layers without adapters out of the model."""
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, SELLayer):
-            continue
-        if adapter_name in module.sel_config:
-            module.discard_adapter(adapter_name)
-        if not module.sel_config:
+    for layer in list(_sel_layers(model)):
+        if adapter_name in layer.sel_config:
+            layer.discard_adapter(adapter_name)
+    for name, module in reversed(list(model.named_modules())):  # what lies inside a holder first
+        if isinstance(module, SELHolder):
+            module.remove_empty()
+            is_empty = not module.sel_parameters
+        else:
+            is_empty = isinstance(module, SELLayer) and not isinstance(module, SELParameter) and not module.sel_config
+        if is_empty:
             parent, _, child_name = _get_submodules(model, name)
             setattr(parent, child_name, module.base_layer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +75,10 @@ def _mean_scale(scale: StructuredScale) -> float:
     """Return the mean of a scale over the weight, from its parts alone."""
     parts = scale.parts()
     if scale.pattern == "lora":
-        return float(parts["base"] + parts["b"].mean(0) @ parts["a"].mean(1))
-    combine = math.prod if scale.pattern == "row_col_mult" else sum
-    return float(combine(part.mean() for part in parts.values()))
+        low_rank = (parts["b"].mean(-2) * parts["a"].mean(-1)).sum(-1, keepdim=True)
+        return float((parts["base"] + low_rank).mean())
+    means = torch.stack([part.mean(-1) for part in parts.values()])
+    return float((means.prod(0) if scale.pattern == "row_col_mult" else means.sum(0)).mean())
 
 
 class SELCallback(TrainerCallback):

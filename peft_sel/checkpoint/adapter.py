@@ -9,11 +9,22 @@ from torch import Tensor
 
 from peft_sel.checkpoint.shards import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CheckpointReader, read_json
 from peft_sel.config import SELConfig
-from peft_sel.conversion import expected_shapes
+from peft_sel.conversion import HOLDER_NAME, expected_shapes
 from peft_sel.errors import CheckpointError, list_names
 
 KEY_PREFIX = "base_model.model."
 SEL_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.symexplin_(?P<part>[a-z_]+(\.[a-z_]+)?)")
+
+
+def weight_key(module: str) -> str:
+    """Return the name in the base of the tensor that a key of Adapter.modules converts."""
+    key = module.replace(f".{HOLDER_NAME}.", ".") if is_parameter(module) else f"{module}.weight"
+    return key.replace(".base_layer.", ".")
+
+
+def is_parameter(module: str) -> bool:
+    """Whether a key of Adapter.modules is a parameter that target_parameters named."""
+    return f".{HOLDER_NAME}." in module
 
 
 class Adapter:
@@ -25,7 +36,8 @@ class Adapter:
     Attributes:
         config: The adapter's configuration.
         reader: Its file.
-        modules: module path -> {part: key}; a part is "raw", "beta", "exp_scale.row", "residual_a", ...
+        modules: path of a module, or of a parameter that target_parameters named -> {part: key}; a part is "raw",
+            "beta", "exp_scale.row", "residual_a", ...
         replacements: parameter path -> key, for modules_to_save and trained biases.
         base_copies: parameter path -> key, for base weights that PEFT saved along (targeted heads).
 
@@ -79,13 +91,14 @@ class Adapter:
         """
         parts = self.modules[module]
         file = self.folder / ADAPTER_FILE
-        expected = expected_shapes(self.config, shape, "transposed" in parts) if len(shape) >= 2 else {}
+        stacked = is_parameter(module) and len(shape) > 2
+        expected = expected_shapes(self.config, shape, "transposed" in parts, stacked) if len(shape) >= 2 else {}
         for part, key in sorted(parts.items(), key=lambda item: item[0] != "raw"):  # raw shows best what is wrong
             found = self.reader.entries[key].shape
             if expected and part not in expected:
                 raise CheckpointError(file, f"holds {key}, which its configuration does not mention", "save it again")
             if found != expected.get(part):
-                raise shape_error(self.folder, key, found, f"{module}.weight", shape)
+                raise shape_error(self.folder, key, found, weight_key(module), shape)
         missing = sorted(expected.keys() - parts.keys())
         if missing:
             raise CheckpointError(file, f"lacks {list_names(missing)} of {module}", "save the adapter again")
@@ -93,6 +106,10 @@ class Adapter:
     def read_parts(self, module: str) -> dict[str, Tensor]:
         """Return the tensors of a module by part."""
         return {part: self.reader.read(key) for part, key in self.modules[module].items()}
+
+    def read_expert(self, module: str, expert: int) -> dict[str, Tensor]:
+        """Return the tensors of one expert of a stack by part."""
+        return {part: self.reader.read(key, expert) for part, key in self.modules[module].items()}
 
     def __enter__(self) -> Adapter:
         """Return the adapter itself."""

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from peft_sel.checkpoint.adapter import Adapter
+from peft_sel.checkpoint.experts import find_split_stacks
 from peft_sel.checkpoint.shards import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
     MODEL_FILE,
     CheckpointReader,
-    TensorEntry,
     read_json,
 )
 from peft_sel.config import SELConfig
@@ -46,7 +47,7 @@ class TensorReport:
         dtype: Dtype on disk, without "torch.".
         std: Standard deviation, of the raw weight in an adapter.
         max_over_std: Largest magnitude divided by std.
-        beta: Curvature that a conversion would choose, or that the adapter saved.
+        beta: Curvature that a conversion would choose, or that the adapter saved (the mean of a stack of experts).
         newton_steps: Steps of the inversion.
         num_differing: Elements whose bits differ after conversion and merge.
         max_ulp: Largest difference then, in units in the last place of dtype.
@@ -112,13 +113,10 @@ def inspect_checkpoint(
         config = config or SELConfig()
         is_target = _target_rule(config, str(model_config.get("model_type")))
         text_config = model_config.get("text_config") or model_config
-        weights = [
-            entry for name, entry in reader.entries.items() if name.endswith(".weight") and len(entry.shape) == 2
-        ]
-        targets = [e for e in weights if e.dtype in FLOAT_DTYPES and is_target(e.name.removesuffix(".weight"))]
+        targets = _list_targets(reader, is_target, config.target_parameters or [])
         return [
-            _inspect_weight(reader, entry, config, text_config.get("hidden_size"))
-            for entry in tqdm(targets, "inspect", disable=disable)
+            _inspect_weight(read(), title, path, config, text_config.get("hidden_size"))
+            for path, title, read in tqdm(targets, "inspect", disable=disable)
         ]
 
 
@@ -131,18 +129,45 @@ def _target_rule(config: SELConfig, model_type: str) -> Callable[[str], bool]:
     return lambda module: bool(check_target_module_exists(config, module))
 
 
-def _inspect_weight(
-    reader: CheckpointReader, entry: TensorEntry, config: SELConfig, hidden_size: int | None
-) -> TensorReport:
+def _list_targets(
+    reader: CheckpointReader, is_target: Callable[[str], bool], target_parameters: Sequence[str]
+) -> list[tuple[str, str, Callable[[], Tensor]]]:
+    """Return (path of the module or parameter, title, how to read it) of each matrix that would be converted."""
+    entries, stacks = reader.entries, find_split_stacks(reader.entries)
+    split = {key for stack in stacks.values() for group in stack.keys for key in group}
+    targets: list[tuple[str, str, Callable[[], Tensor]]] = []
+    for name, entry in entries.items():
+        module = name.removesuffix(".weight")
+        if module != name and len(entry.shape) == 2 and entry.dtype in FLOAT_DTYPES and name not in split:
+            targets += [(module, name, partial(reader.read, name))] if is_target(module) else []
+    for name in [name for name in (*stacks, *entries) if any(f".{name}".endswith(f".{t}") for t in target_parameters)]:
+        stack, entry = stacks.get(name), stacks[name].entry if name in stacks else entries[name]
+        if entry.dtype not in FLOAT_DTYPES or len(entry.shape) not in (2, 3):
+            continue
+        if len(entry.shape) == 2:
+            targets.append((name, name, partial(reader.read, name)))
+        for expert in range(entry.shape[0] if len(entry.shape) == 3 else 0):
+            read = (
+                partial(reader.read, name, expert) if stack is None else partial(_read_rows, reader, stack.keys[expert])
+            )
+            targets.append((name, f"{name}[{expert}]", read))
+    return targets
+
+
+def _read_rows(reader: CheckpointReader, names: Sequence[str]) -> Tensor:
+    """Return tensors that are parts of one matrix, one below the other."""
+    return torch.cat([reader.read(name) for name in names])
+
+
+def _inspect_weight(weight: Tensor, name: str, path: str, config: SELConfig, hidden_size: int | None) -> TensorReport:
     """Convert one weight, fold it back and compare."""
-    weight = reader.read(entry.name)
-    report = _describe(entry.name, weight)
+    report = _describe(name, weight)
     shape = (weight.shape[0], weight.shape[1])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            beta = resolve_beta(config, entry.name.removesuffix(".weight"), weight, hidden_size)
-            raw, inversion = invert_at_start(config, beta, weight, entry.name)
+            beta = resolve_beta(config, path, weight, hidden_size, name)
+            raw, inversion = invert_at_start(config, beta, weight, name)
         except SELError as error:
             report.error = str(error)
             return report
@@ -151,10 +176,10 @@ def _inspect_weight(
     # The residual is zero at the start, and the raw weight is at hand: neither has to be made up here.
     config = dataclasses.replace(config, r=0, train_raw=True)
     tensors = {"raw": raw, "beta": torch.tensor(beta)}
-    for name, scale_config in config.scale_configs().items():
-        scale = StructuredScale(name, scale_config, beta, shape, compute_dtype(raw))
-        tensors |= {f"{name}.{part}": value.detach() for part, value in scale.named_parameters()}
-    folded = rebuild_weight(config, tensors, dtype=weight.dtype, name=entry.name)
+    for scale_name, scale_config in config.scale_configs().items():
+        scale = StructuredScale(scale_name, scale_config, beta, shape, compute_dtype(raw))
+        tensors |= {f"{scale_name}.{part}": value.detach() for part, value in scale.named_parameters()}
+    folded = rebuild_weight(config, tensors, dtype=weight.dtype, name=name)
     blocks = zip(weight.split(BLOCK_ROWS), folded.split(BLOCK_ROWS), strict=True)
     compared = [_compare_bits(before, after) for before, after in blocks]
     report.num_differing = sum(differing for differing, _ in compared)
@@ -188,22 +213,23 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     """Report on a converted module of an adapter."""
     keys, config = adapter.modules[module], adapter.config
     shape = _module_shape(adapter, module)
+    stacked = "beta" in keys and len(adapter.reader.entries[keys["beta"]].shape) > 0
     dtype = str(adapter.reader.entries[next(iter(keys.values()))].dtype).removeprefix("torch.")
     report = TensorReport(module, shape, dtype)
     try:
-        if len(shape) == 2:
+        if shape and len(shape) == (3 if stacked else 2):
             adapter.check_parts(module, shape)
         parts = adapter.read_parts(module)
         if "raw" in parts:
             report = _describe(module, parts["raw"])
-        report.beta = float(parts["beta"])
+        report.beta = float(parts["beta"].mean())
         for name, scale_config in config.scale_configs().items():
             if scale_config.trainable:
-                scale = StructuredScale(name, scale_config, report.beta, (1, 1), torch.float32)
+                scale = StructuredScale(name, scale_config, parts["beta"], (1, 1), torch.float32)
                 values = {part.partition(".")[2]: value for part, value in parts.items() if part.startswith(f"{name}.")}
                 if scale_config.transform == "exp":
                     values = {part: value.exp() for part, value in values.items()}
-                report.scale_means[name] = float(expand_parts(scale.pattern, values).mean()) / (scale.start or 1.0)
+                report.scale_means[name] = _mean_scale(scale.pattern, values, stacked) / (scale.start or 1.0)
         if config.r:
             residual = parts["residual_b"] @ parts["residual_a"]
             report.residual_norm = float(torch.linalg.vector_norm(residual)) * abs(config.residual_scaling)
@@ -214,14 +240,24 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     return report
 
 
+def _mean_scale(pattern: str, parts: dict[str, Tensor], stacked: bool) -> float:
+    """Return the mean of a scale over the weight, over all matrices of a stack."""
+    if not stacked:
+        return float(expand_parts(pattern, parts).mean())
+    members = zip(*(tensor.unbind() for tensor in parts.values()), strict=True)
+    means = [expand_parts(pattern, dict(zip(parts, member, strict=True))).mean() for member in members]
+    return float(torch.stack(means).mean())
+
+
 def _module_shape(adapter: Adapter, module: str) -> tuple[int, ...]:
     """Return the shape of a module's weight as far as its saved tensors tell."""
     shapes = {part: adapter.reader.entries[key].shape for part, key in adapter.modules[module].items()}
     if "raw" in shapes:
         return shapes["raw"]
-    rows = [shape[0] for part, shape in shapes.items() if part.endswith((".row", ".b", "residual_b")) and shape]
+    rows = [shape[-1] for part, shape in shapes.items() if part.endswith(".row") and shape]
+    rows += [shape[-2] for part, shape in shapes.items() if part.endswith((".b", "residual_b")) and len(shape) > 1]
     columns = [shape[-1] for part, shape in shapes.items() if part.endswith((".column", ".a", "residual_a")) and shape]
-    return (rows[0], columns[0]) if rows and columns else ()
+    return (*shapes.get("beta", ()), rows[0], columns[0]) if rows and columns else ()
 
 
 def render(reports: Sequence[TensorReport]) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from peft_sel.checkpoint.adapter import Adapter, shape_error
+from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weight_key
+from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.shards import (
     CONFIG_FILE,
@@ -119,15 +120,26 @@ class _Plan:
         pairs = list(tied_keys.items()) if self.ties and isinstance(tied_keys, dict) else []
         absent = {tied: source for pair in pairs for tied, source in (pair, pair[::-1]) if tied not in base.entries}
         self.untied = {tied: source for tied, source in absent.items() if source in base.entries}
-        weights = {module: f"{module}.weight" for module in adapter.modules}
+        weights = {module: weight_key(module) for module in adapter.modules}
+        check_layout(self.config, [name for module, name in weights.items() if is_parameter(module)], base.folder)
+        self.stacks = find_split_stacks(base.entries)
+        loaded = {rename_as_loaded(key): key for key in base.entries}
         keys = _resolve_names(
             [*weights.values(), *adapter.replacements, *adapter.base_copies],
-            base.entries.keys() | self.untied.keys(),
+            base.entries.keys() | self.untied.keys() | self.stacks.keys() | loaded.keys(),
             getattr(model_class, "base_model_prefix", ""),
             adapter.folder,
             base.folder,
         )
+        keys = {name: loaded.get(key, key) for name, key in keys.items()}
         self.modules = {keys[name]: module for module, name in weights.items()}
+        self.members = {  # tensor on disk -> the stack and the expert that its rows are from
+            key: (stack, expert)
+            for stack in self.modules.keys() & self.stacks.keys()
+            for expert, group in enumerate(self.stacks[stack].keys)
+            for key in group
+        }
+        self._last: tuple[tuple[str, int, torch.dtype], Tensor] | None = None
         self.replaced = {keys[name]: key for name, key in adapter.replacements.items()}
         self.copies = {keys[name]: key for name, key in adapter.base_copies.items()}
         self._check_tying(pairs, without_head=any(len(key) < len(name) for name, key in keys.items()))
@@ -150,7 +162,12 @@ class _Plan:
 
     def _base_entry(self, key: str) -> TensorEntry:
         """Return the base's entry for a key; for a tied tensor that is not on disk, that of its counterpart."""
-        return self.base.entries[self.untied.get(key, key)]
+        return self.stacks[key].entry if key in self.stacks else self.base.entries[self.untied.get(key, key)]
+
+    @property
+    def tensors_merged(self) -> int:
+        """Number of tensors of the output whose values come from the adapter."""
+        return len(self.modules.keys() - self.stacks.keys()) + len(self.members) + len(self.replaced)
 
     def _check_tensors(self) -> None:
         """Raise unless every adapter tensor fits its base tensor."""
@@ -201,7 +218,7 @@ class _Plan:
     def compute(self, entry: TensorEntry) -> Tensor:
         """Return the value of an output tensor."""
         key = entry.name
-        if key not in self.modules and key not in self.replaced:
+        if not any(key in changed for changed in (self.modules, self.members, self.replaced)):
             stored = self.base.read(self._base_entry(key).name)
             result = stored.to(entry.dtype)
             if result is not stored and torch.isfinite(stored).all() and not torch.isfinite(result).all():
@@ -219,10 +236,25 @@ class _Plan:
         """Return a tensor that the adapter changes."""
         if key in self.replaced:
             return self.adapter.reader.read(self.replaced[key]).to(dtype)
+        if key in self.members:
+            return self._adapted_rows(key, dtype)
         config = self.adapter.config
         base_weight = None if config.train_raw else self.base.read(self._base_entry(key).name)
         parts = self.adapter.read_parts(self.modules[key])
         return rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=key)
+
+    def _adapted_rows(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that holds some rows of an expert's matrix; the matrix is kept for its other rows."""
+        name, expert = self.members[key]
+        stack, config = self.stacks[name], self.adapter.config
+        group = stack.keys[expert]
+        if self._last is None or self._last[0] != (name, expert, dtype):
+            base_weight = None if config.train_raw else torch.cat([self.base.read(member) for member in group])
+            parts = self.adapter.read_expert(self.modules[name], expert)
+            title = f"{name}[{expert}]"
+            matrix = rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=title)
+            self._last = (name, expert, dtype), matrix
+        return self._last[1].split(stack.rows)[group.index(key)]
 
     def _overflow(self, entry: TensorEntry) -> CheckpointError:
         return CheckpointError(
@@ -356,7 +388,7 @@ def merge_checkpoint(
             bytes_written = _write(plan, staging, max_shard_bytes, progress)
         return MergeReport(
             tensors_total=len(base.entries) + len(plan.untied),
-            tensors_merged=len(plan.modules) + len(plan.replaced),
+            tensors_merged=plan.tensors_merged,
             bytes_read=base.bytes_read + adapter.reader.bytes_read,
             bytes_written=bytes_written,
             seconds=time.perf_counter() - started,

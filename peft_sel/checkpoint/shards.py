@@ -156,11 +156,12 @@ class CheckpointReader:
             self._open_file = file
         return self._handle
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, index: int | None = None) -> Tensor:
         """Return one tensor, on the CPU and in its dtype on disk.
 
         Args:
             name: A key of entries.
+            index: Read only this index of the first dimension, which the result lacks; None for the whole.
 
         Returns:
             The tensor, mapped from the file: do not write into it.
@@ -171,11 +172,11 @@ class CheckpointReader:
         entry = self.entries[name]
         handle = self._use(entry.file)
         try:
-            tensor: Tensor = handle.get_tensor(name)
+            tensor: Tensor = handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             path = self.folder / entry.file
             raise CheckpointError(path, f"tensor {name} cannot be read ({error})", "fetch it again") from error
-        self.bytes_read += entry.num_bytes
+        self.bytes_read += tensor.numel() * entry.dtype.itemsize
         return tensor
 
     def close(self) -> None:

@@ -48,6 +48,9 @@ def sel_param_groups(model: nn.Module, lr: float, weight_decay: float = 0.01) ->
     | residual | lr * SELConfig.residual_lr_mult / beta, one group per distinct beta | yes |
     | other (modules_to_save, plain biases, tokens) | lr | as transformers.Trainer: not biases and norms |
 
+    The experts of a stacked parameter have a beta each but one tensor for the residual: its rate is divided by the
+    geometric mean of theirs.
+
     Args:
         model: A model with at least one trainable SEL parameter; each uses the config of its own adapter.
         lr: Base learning rate, positive.
@@ -175,7 +178,8 @@ def _iter_layer_settings(
         for parameter in scale.parameters():
             yield parameter, _settings_of_scale(name, options[name], config.anneal_steps)
     if adapter in layer.symexplin_residual_a:
-        multiplier = config.residual_lr_mult / layer.symexplin_beta[adapter].item()
+        beta = layer.symexplin_beta[adapter]
+        multiplier = config.residual_lr_mult / (beta.log().mean().exp() if beta.dim() else beta).item()
         settings = GroupSettings("residual", multiplier, multiplier, config.anneal_steps, decays=True)
         yield layer.symexplin_residual_a[adapter], settings
         yield layer.symexplin_residual_b[adapter], settings

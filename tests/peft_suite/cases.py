@@ -57,6 +57,19 @@ def make_task_rows(task: str) -> list[tuple[type[SELConfig], dict[str, Any]]]:
     return [(SELConfig, {"task_type": task}), (SELConfig, {"task_type": task, "train_raw": False, "r": 2})]
 
 
+def make_parameter_rows(model: str, block: str) -> list[tuple[str, type[SELConfig], dict[str, Any]]]:
+    """Make the rows of a mixture of experts: one of its stacks, one in each layer, both, and one beside modules."""
+    down, gate_up = f"{block}.experts.down_proj", f"{block}.experts.gate_up_proj"
+    chosen: list[dict[str, Any]] = [
+        {"target_modules": [], "target_parameters": [down]},
+        {"target_modules": [], "target_parameters": [f"0.{gate_up}", f"1.{down}"]},
+        {"target_modules": None, "target_parameters": [down, gate_up]},
+        {"target_modules": ["q_proj", "v_proj"], "target_parameters": [down]},
+    ]
+    tasks = [{"task_type": "CAUSAL_LM"}, {"task_type": "CAUSAL_LM", "train_raw": False, "r": 2}]
+    return [(model, SELConfig, {**targets, **task}) for targets in chosen for task in tasks]
+
+
 CLASSES = [SELConfig]
 CLASSES_AND_ARGUMENTS: list[tuple[type[SELConfig], dict[str, Any]]] = [(SELConfig, {})]
 CASES: dict[str, dict[str, list[Any]]] = {
@@ -83,6 +96,12 @@ CASES: dict[str, dict[str, list[Any]]] = {
     "test_encoder_decoder_models": {"ALL_CONFIGS": make_task_rows("SEQ_2_SEQ_LM")},
     "test_feature_extraction_models": {"ALL_CONFIGS": make_task_rows("FEATURE_EXTRACTION")},
     "test_seq_classifier": {"ALL_CONFIGS": make_task_rows("SEQ_CLS")},
+    "test_target_parameters": {
+        "ALL_CONFIGS": [
+            *make_parameter_rows("trl-internal-testing/tiny-Llama4ForCausalLM", "feed_forward"),
+            *make_parameter_rows("trl-internal-testing/tiny-GptOssForCausalLM", "mlp"),
+        ]
+    },
     "test_token_classification_qa": {
         "TOKEN_CLS_CONFIGS": make_task_rows("TOKEN_CLS"),
         "QA_CONFIGS": make_task_rows("QUESTION_ANS"),

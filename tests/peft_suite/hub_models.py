@@ -17,6 +17,7 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "
 LAYERS = {"layers": 2, "ffn_dim": 48, "attention_heads": 4}
 BART = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in LAYERS.items()}
 BART |= {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64}
+EXPERTS = {**LLAMA, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": (
@@ -38,6 +39,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "peft-internal-testing/tiny-random-RobertaForSequenceClassification": ("RobertaForSequenceClassification", BERT),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", BERT),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),
+    "trl-internal-testing/tiny-GptOssForCausalLM": (
+        "GptOssForCausalLM",
+        {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "trl-internal-testing/tiny-Llama4ForCausalLM": ("Llama4ForCausalLM", {**EXPERTS, "intermediate_size_mlp": 48}),
     "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": (
         "LlamaForSequenceClassification",
         {**LLAMA, "num_labels": 1},
