@@ -31,10 +31,14 @@ _failed = False
 
 
 def can_run(spec: WeightSpec, raw: Tensor) -> bool:
-    """Whether this backend takes a weight: large, in float32, contiguous, no fake tensor, no scale of pattern lora."""
+    """Whether this backend takes a weight: large, float32, dense, no fake tensor, and no scale of pattern lora."""
     rows, columns = raw.shape
     large = raw.numel() >= MIN_ELEMENTS and rows >= MIN_ROWS and columns >= MIN_COLUMNS
-    plain = type(raw) in (Tensor, nn.Parameter) and raw.is_contiguous() and compute_dtype(raw) == torch.float32
+    plain = (
+        type(raw) in (Tensor, nn.Parameter)
+        and (raw.is_contiguous() or raw.T.is_contiguous())
+        and compute_dtype(raw) == torch.float32
+    )
     return large and plain and all(pattern != "lora" for _, pattern in spec.patterns) and not _failed
 
 
@@ -55,7 +59,8 @@ def pull_back(
     spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: Collection[str]
 ) -> tuple[Tensor | None, Scales]:
     """Do what reference.pull_back does."""
-    return fused.pull_back(spec, grad.contiguous(), raw, beta, scales, names, call=_call)
+    grad = grad.contiguous() if raw.is_contiguous() else grad.T.contiguous().T
+    return fused.pull_back(spec, grad, raw, beta, scales, names, call=_call)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -99,11 +104,11 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a compiled function is specialised on: which tensor broadcasts, dtype and device."""
-    return tuple(size == 1 for size in tensor.shape), tensor.dtype, tensor.device
+    """Return what a compiled function is specialised on: which sizes broadcast, layout, dtype and device."""
+    return tuple(size == 1 for size in tensor.shape), tensor.is_contiguous(), tensor.dtype, tensor.device
 
 
 def _make_example(tensor: Tensor) -> Tensor:
     """Make a tensor of that kind with sizes that are neither equal nor divisible, and large enough for threads."""
-    sizes = (1 if size == 1 else example for size, example in zip(tensor.shape, EXAMPLE_SHAPE, strict=False))
-    return tensor.new_ones(tuple(sizes))
+    sizes = [1 if size == 1 else example for size, example in zip(tensor.shape, EXAMPLE_SHAPE, strict=False)]
+    return tensor.new_ones(sizes) if tensor.is_contiguous() else tensor.new_ones(sizes[::-1]).T
