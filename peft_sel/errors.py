@@ -148,3 +148,10 @@ class ParameterGroupError(SELError):
 
     def __init__(self, problem: str, way_out: str) -> None:
         super().__init__(f"{problem}; {way_out}")
+
+
+class MixedBatchError(SELError):
+    """adapter_names= of a call cannot be followed."""
+
+    def __init__(self, names: Iterable[str], problem: str, way_out: str) -> None:
+        super().__init__(f"adapter_names={list_names(names)!r} {problem}; {way_out}")

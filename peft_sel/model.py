@@ -27,6 +27,7 @@ from peft_sel.errors import (
     list_names,
 )
 from peft_sel.layer import SELLayer
+from peft_sel.mixed import route_rows
 from peft_sel.modules import choose_layer_class
 from peft_sel.targets import TARGET_MODULES
 
@@ -151,14 +152,12 @@ class SELModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Refuse what PEFT would silently ignore."""
-        if kwargs.get("adapter_names") is not None:
-            raise AdapterStateError(
-                list_names(set(kwargs["adapter_names"])),
-                "cannot be chosen row by row (adapter_names=) yet",
-                "use set_adapter and one batch per adapter",
-            )
-        yield
+        """Bring the adapter_names= of a call, one per row, to the layers."""
+        if (names := kwargs.get("adapter_names")) is None:
+            yield
+            return
+        with route_rows(self.model, names, kwargs):
+            yield
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Do nothing: raw_dtype decides, and PEFT's cast would replace parameters that others hold."""
