@@ -155,3 +155,10 @@ class MixedBatchError(SELError):
 
     def __init__(self, names: Iterable[str], problem: str, way_out: str) -> None:
         super().__init__(f"adapter_names={list_names(names)!r} {problem}; {way_out}")
+
+
+class LoraConversionError(SELError):
+    """An adapter cannot be written as a LoRA."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}; merge the adapter instead (merge_checkpoint, merge_and_unload)")

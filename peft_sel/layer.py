@@ -208,6 +208,10 @@ class SELLayer(BaseTunerLayer):
         matrix = fold(spec, to_matrix(raw, self.transposed), self.symexplin_beta[adapter], parts, residual)
         return from_matrix(matrix, tuple(raw.shape), self.transposed).contiguous()
 
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Whether the adapter can be written as a LoRA: PEFT does that for linear layers only."""
+        return adapter_name in self.sel_config and isinstance(self.get_base_layer(), (nn.Linear, Conv1D))
+
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return w_eff - w_base of an adapter in the base layer's layout, in float32 (float64 for float64 raw)."""
         if self.base_dropped is not None:

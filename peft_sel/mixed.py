@@ -30,7 +30,7 @@ def route_rows(model: nn.Module, names: Sequence[str], call: Mapping[str, Any]) 
     names = _check_names(model, names)
     hook = partial(_add_names, names=names, copies=_count_copies(call))
     modules = [module for module in model.modules() if isinstance(module, (SELLayer, AuxiliaryTrainingWrapper))]
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]  # type: ignore[union-attr]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def route_rows(model: nn.Module, names: Sequence[str], call: Mapping[str, Any]) 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise MixedBatchError([names], "is no list of names", "give one adapter name per row")
+        raise MixedBatchError([str(names)], "is no list of names", "give one adapter name per row")
     if model.training:  # gradient checkpointing runs a layer again when the names are long forgotten
         raise MixedBatchError(names, "works in inference only", "call model.eval(), or train one adapter per batch")
     layers = [module for module in model.modules() if isinstance(module, SELLayer)]
