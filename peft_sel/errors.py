@@ -162,3 +162,13 @@ class LoraConversionError(SELError):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}; merge the adapter instead (merge_checkpoint, merge_and_unload)")
+
+
+class OffloadedError(SELError):
+    """Tensors of a converted module are not in memory."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"{name} has its {what} on the meta device: offloaded, or never loaded. SEL needs weights in memory; "
+            "load the model without cpu or disk in its device_map, or merge_and_unload it first"
+        )

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import PREFIX, StructuredScale, from_matrix, invert_at_start, resolve_beta, to_matrix
-from peft_sel.errors import BrokenMergeError, DroppedBaseError, UnsupportedModuleError
+from peft_sel.errors import BrokenMergeError, DroppedBaseError, OffloadedError, UnsupportedModuleError
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
 
@@ -112,8 +112,7 @@ class SELLayer(BaseTunerLayer):
         weight = self.base_weight.detach()
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
-        if convert:
-            _check_readable(self.module_name, self.get_base_layer(), weight)
+        _check_readable(self.module_name, self.get_base_layer(), weight, convert)
         beta = resolve_beta(config, self.module_name, weight, hidden_size) if convert else 1.0
         device = weight.device
         if convert:
@@ -205,6 +204,8 @@ class SELLayer(BaseTunerLayer):
         )
         parts: Scales = {name: scale.parts() for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
+        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
+            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
         matrix = fold(spec, to_matrix(raw, self.transposed), self.symexplin_beta[adapter], parts, residual)
         return from_matrix(matrix, tuple(raw.shape), self.transposed).contiguous()
 
@@ -216,6 +217,8 @@ class SELLayer(BaseTunerLayer):
         """Return w_eff - w_base of an adapter in the base layer's layout, in float32 (float64 for float64 raw)."""
         if self.base_dropped is not None:
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
+        if self.base_weight.is_meta:
+            raise OffloadedError(self.module_name, "base weight")
         dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
         return self.get_effective_weight(adapter, dtype) - self.base_weight.to(dtype)
 
@@ -256,6 +259,8 @@ class SELLayer(BaseTunerLayer):
         if not self.merged:
             return
         base: Any = self.get_base_layer()
+        if base.weight.is_meta:  # the hook would bring the merged weight back
+            raise OffloadedError(self.module_name, "merged weight")
         if self.base_dropped is not None:
             self.drop_base_weight()
             self._unmerged.clear()
@@ -284,10 +289,10 @@ class SELLayer(BaseTunerLayer):
         return nn.Module._apply(module, fn, recurse=False)
 
 
-def _check_readable(name: str, base_layer: nn.Module, weight: Tensor) -> None:
-    """Raise unless the weight's values are in memory as ordinary floating-point numbers."""
+def _check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
+    """Raise unless the weight's values are, or without conversion will be, in memory as floating-point numbers."""
     hook = getattr(base_layer, "_hf_hook", None)
-    if getattr(hook, "offload", False) or weight.device.type == "meta":
+    if getattr(hook, "offload", False) or (convert and weight.is_meta):
         raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
     if weight.dtype not in FLOAT_DTYPES:
         raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")

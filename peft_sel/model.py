@@ -23,6 +23,7 @@ from peft_sel.errors import (
     ConfigError,
     DroppedBaseError,
     NonFiniteWeightError,
+    OffloadedError,
     SELError,
     list_names,
 )
@@ -221,6 +222,23 @@ class SELModel(BaseTuner):
                 raise BrokenMergeError(f"{layer.module_name}.weight", new)
 
     @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """Select what belongs to an adapter, for saving; refuse what is not in memory."""
+        own: dict[str, Tensor] = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
+            raise OffloadedError(key, "values")
+        return own
+
+    @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -245,7 +263,7 @@ class SELModel(BaseTuner):
     @classmethod
     def _check_saved(cls, model: Any, config: Any, adapter_name: str, mapped: dict[str, Tensor]) -> None:
         """Raise unless the saved tensors are exactly those of the adapter, in shape, dtype and range."""
-        own = cls._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
+        own = super()._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
         expected = {
             cls._remove_adapter_name_from_key(key, adapter_name): value
             for key, value in own.items()
