@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from packaging.version import InvalidVersion, Version
 from peft import PeftConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
-from peft_sel.errors import CheckpointError, ConfigError
+from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
 from peft_sel.numerics import FAMILIES, INITS, MODES, PATTERNS, SCALE_NAMES, check_beta, check_choice
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,6 +83,7 @@ class SELConfig(PeftConfig):
         target_modules: Names or a regex of the modules to convert, or "all-linear"; None for the model type's default.
         exclude_modules: Names or a regex of modules to leave out.
         modules_to_save: Names of modules to train plainly and save whole.
+        trainable_token_indices: Rows of the input embedding to train plainly: a list, or {module name: list}.
         layers_to_transform: Indices of the layers to convert; None for all.
         layers_pattern: Name of the layer list, if it is not a common one.
         init_weights: False perturbs raw and scales by 5 %, which tests use; leave it True.
@@ -107,9 +110,11 @@ class SELConfig(PeftConfig):
         raw_dtype: "float32", "float64", or "bfloat16"/"float16", which lose information.
         anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
             fraction of all steps in (0, 1].
+        peft_sel_version: Set by itself: the version of peft_sel that made the configuration.
 
     Raises:
         ConfigError: If a value is unknown or cannot work.
+        NewerVersionError: If a newer minor version of peft_sel made it.
 
     Example:
         >>> SELConfig(r=0, beta=7.5, exp_scale="row").exp_scale.pattern
@@ -119,6 +124,7 @@ class SELConfig(PeftConfig):
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
     init_weights: bool = True
@@ -141,9 +147,11 @@ class SELConfig(PeftConfig):
     base_weight: str = "keep"
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
+    peft_sel_version: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.peft_sel_version = _check_version(self.peft_sel_version)
         self.peft_type = PeftType("SYMEXPLIN")  # added by registry.py
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list):
@@ -280,6 +288,20 @@ class SELConfig(PeftConfig):
         """
         super().save_pretrained(save_directory, **kwargs)
         write_card(Path(save_directory), self.base_model_name_or_path)
+
+
+def _check_version(made_by: str | None) -> str:
+    """Return the version that made a configuration, the installed one if it is new; refuse a newer one."""
+    installed = version("peft_sel")
+    if made_by is None:
+        return installed
+    try:
+        newer = Version(made_by).release[:2] > Version(installed).release[:2]
+    except (InvalidVersion, TypeError) as error:
+        raise ConfigError("peft_sel_version", made_by, "is no version number; leave it to peft_sel") from error
+    if newer:
+        raise NewerVersionError(made_by, installed)
+    return made_by
 
 
 def write_card(folder: Path, base_model: str | None) -> None:

@@ -172,3 +172,13 @@ class OffloadedError(SELError):
             f"{name} has its {what} on the meta device: offloaded, or never loaded. SEL needs weights in memory; "
             "load the model without cpu or disk in its device_map, or merge_and_unload it first"
         )
+
+
+class NewerVersionError(SELError):
+    """An adapter was made by a newer peft_sel, whose options this one may not know."""
+
+    def __init__(self, made_by: str, installed: str) -> None:
+        super().__init__(
+            f"the adapter was made by peft_sel {made_by} and this is {installed}, which may not know all its options; "
+            "run pip install -U peft-sel"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
-from peft.utils import _get_submodules
+from peft.utils import AuxiliaryTrainingWrapper, _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,7 +29,7 @@ from peft_sel.errors import (
 )
 from peft_sel.layer import SELLayer
 from peft_sel.mixed import route_rows
-from peft_sel.modules import choose_layer_class
+from peft_sel.modules import check_tokens, choose_layer_class
 from peft_sel.targets import TARGET_MODULES
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -74,6 +74,7 @@ class SELModel(BaseTuner):
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
         if not any(_sel_layers(model)):
             self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        disabled = any(layer.disable_adapters for layer in _sel_layers(model))
         num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
@@ -85,6 +86,9 @@ class SELModel(BaseTuner):
             raise
         finally:
             self._progress.close()
+        if disabled:  # so are the layers that are new
+            for layer in _sel_layers(model):
+                layer.enable_adapters(False)
         if config.base_weight == "drop":
             for layer in _sel_layers(model):
                 if adapter_name in layer.sel_config:
@@ -114,6 +118,7 @@ class SELModel(BaseTuner):
         for pattern in config.beta_pattern:
             if names and not any(matches_end(pattern, name) for name in names):
                 raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
+        check_tokens(model, config, names)
         return names
 
     def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
@@ -146,6 +151,12 @@ class SELModel(BaseTuner):
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if isinstance(child, AuxiliaryTrainingWrapper):  # unloaded: it has put its weight into new_module already
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
+
     def _hidden_size(self) -> int | None:
         config: Any = getattr(self.model, "config", None)
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -175,14 +186,41 @@ class SELModel(BaseTuner):
         self._require_base("disable_adapter")
         super().disable_adapter_layers()
 
+    def _check_known(self, names: str | list[str] | None) -> None:
+        known = list(self.peft_config)
+        if unknown := {names} - {*known} if isinstance(names, str) else {*(names or [])} - {*known}:
+            raise AdapterStateError(list_names(sorted(unknown)), "is not in this model", f"it has {list_names(known)}")
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Choose the active adapters; with several, the deltas add: w_base + sum(w_eff_i - w_base).
+
+        Args:
+            adapter_name: Name or names.
+            inference_mode: Freeze them.
+
+        Raises:
+            AdapterStateError: If the model lacks one.
+        """
+        self._check_known(adapter_name)
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; an error for the one that dropped the base weights.
+        """Delete an adapter; if no other is active, the first by name becomes so, in every layer the same.
 
         Args:
             adapter_name: Name of the adapter.
+
+        Raises:
+            DroppedBaseError: If it is the one that dropped the base weights.
         """
         if self._dropped() == adapter_name:
             raise DroppedBaseError("delete_adapter", adapter_name)
+        others = sorted({*self.peft_config} - {adapter_name})
+        merged = any(adapter_name in layer.merged_adapters for layer in self.sel_layers())
+        if others and not merged and self.active_adapters == [adapter_name]:
+            warnings.warn(f"{adapter_name!r} was the active adapter; {others[0]!r} is now", stacklevel=2)
+            for layer in self.sel_layers():  # left to itself, each would choose among its own
+                layer.set_adapter(others[0])
         super().delete_adapter(adapter_name)
 
     def unload(self) -> nn.Module:
@@ -197,7 +235,11 @@ class SELModel(BaseTuner):
         Args:
             adapter_names: Adapters to merge; None for all active ones.
             safe_merge: Check every merged weight for NaN and infinity before the first one is replaced.
+
+        Raises:
+            AdapterStateError: If the model lacks one.
         """
+        self._check_known(adapter_names)
         if safe_merge:
             self._check_finite(adapter_names)
         super().merge_adapter(adapter_names=adapter_names)
@@ -209,6 +251,7 @@ class SELModel(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> Any:
+        self._check_known(adapter_names)
         if merge and safe_merge:
             self._check_finite(adapter_names)
         return super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
-from peft_sel.errors import DroppedBaseError, MixedBatchError, UnsupportedModuleError
+from peft_sel.errors import ConfigError, DroppedBaseError, MixedBatchError, UnsupportedModuleError
 from peft_sel.layer import SELLayer
 
 BASE_ROWS = "__base__"  # PEFT's name, in adapter_names, for the untouched base
@@ -34,7 +34,7 @@ class SELModule(SELLayer, nn.Module):
         self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """Run the base layer: as it is where adapters are disabled or merged, else with the effective weight.
+        """Run the base layer: as it is where adapters are disabled or all merged, else with the effective weight.
 
         Args:
             x: Input.
@@ -56,10 +56,10 @@ class SELModule(SELLayer, nn.Module):
                 self.unmerge()
         elif adapter_names is not None:
             return self._run_rows(x, adapter_names)
-        adapters = [] if self.disable_adapters or self.merged else self._present_adapters()
-        if not adapters:
+        extra = [] if self.disable_adapters else self._active_unmerged()
+        if not extra:
             return self.base_layer(x, *args, **kwargs)
-        return self._run(self.get_combined_weight(adapters), x)
+        return self._run(self.get_combined_weight([*self.merged_adapters, *extra]), x)
 
     def _run_rows(self, x: Tensor, names: list[str]) -> Tensor:
         """Run the rows of each adapter with its effective weight, those of others with the base layer."""
@@ -94,8 +94,8 @@ class SELModule(SELLayer, nn.Module):
             result = base._conv_forward(x, weight, base.bias)
         return result
 
-    def _present_adapters(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.sel_config]
+    def _active_unmerged(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
 
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
@@ -126,3 +126,26 @@ def choose_layer_class(name: str, module: Any) -> type[SELModule]:
     ):
         return SELModule
     raise UnsupportedModuleError(name, kind)
+
+
+def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
+    """Raise if rows of a target module's weight, its own or a tied one, are also to be trained plainly.
+
+    Args:
+        model: The base model.
+        config: Its trainable_token_indices; PEFT leaves modules_to_save out of the targets by itself.
+        targets: Names of the target modules.
+
+    Raises:
+        ConfigError: If a weight would train in two ways.
+    """
+    if not (tokens := config.trainable_token_indices):
+        return
+    weights = {id(getattr(model.get_submodule(target), "weight", None)): target for target in targets}
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for name, module in model.named_modules():
+        listed = any(name.endswith(key) for key in tokens) if isinstance(tokens, dict) else module is embedding
+        if listed and (found := weights.get(id(getattr(module, "weight", None)))) is not None:
+            raise ConfigError(
+                "trainable_token_indices", tokens, f"trains rows of {name}, whose weight the target {found} trains"
+            )
