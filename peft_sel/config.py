@@ -107,7 +107,11 @@ class SELConfig(PeftConfig):
         residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta.
         bias: "none", or "all" to train every bias of the model plainly.
         base_weight: "keep", or "drop" to free the base weights: disable_adapter, unmerge and unload then raise.
-        raw_dtype: "float32", "float64", or "bfloat16"/"float16", which lose information.
+        raw_dtype: "float32" or "float64", whatever PEFT's autocast_adapter_dtype says; or, at a loss, "bfloat16" or
+            "float16". Measured on heavy-tailed weights with nothing trained: bfloat16 raw changes 12-14 % of a bf16
+            checkpoint's weights, by up to 1.7 % each and 0.27 % of the norm, and steps below 0.2 % of a raw weight
+            vanish; float16 raw is off by 0.03 % of the norm, but weights below 1e-6 are lost. Scales and residual stay
+            float32.
         anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
             fraction of all steps in (0, 1].
         peft_sel_version: Set by itself: the version of peft_sel that made the configuration.

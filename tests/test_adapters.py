@@ -233,6 +233,16 @@ def test_requires_grad_follows_the_calls():
     assert not any(p.requires_grad for p in convert(make_tiny(), inference_mode=True).parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generated_text_is_that_of_the_merged_model(dtype):
+    model = make_two(dtype=dtype)
+    options = {"max_new_tokens": 8, "pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
+    adapted = model.generate(input_ids=TOKENS, do_sample=False, **options)
+    merged = model.merge_and_unload().generate(input_ids=TOKENS, do_sample=False, **options)
+    assert torch.equal(adapted.sequences, merged.sequences)
+    assert torch.equal(torch.stack(adapted.scores), torch.stack(merged.scores))
+
+
 def test_which_modules():
     names = [layer.module_name for layer in sel_layers(convert(make_tiny(), layers_to_transform=[1]))]
     assert len(names) == NUM_TARGETS // 2 and all(".1." in name for name in names)
