@@ -305,23 +305,30 @@ class SELModel(BaseTuner):
 
     @classmethod
     def _check_saved(cls, model: Any, config: Any, adapter_name: str, mapped: dict[str, Tensor]) -> None:
-        """Raise unless the saved tensors are exactly those of the adapter, in shape, dtype and range."""
-        own = super()._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
+        """Raise unless the saved tensors are exactly those of the adapter, in shape, dtype and range.
+
+        Also of what was saved beside them: nothing is dropped without a word.
+        """
+        state = model.state_dict()
+        own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
         expected = {
             cls._remove_adapter_name_from_key(key, adapter_name): value
             for key, value in own.items()
-            if f".{PREFIX}" in key and (key.endswith(f".{adapter_name}") or f".{adapter_name}." in key)
+            if f".{PREFIX}" not in key or key.endswith(f".{adapter_name}") or f".{adapter_name}." in key
         }
-        saved = {
-            cls._remove_adapter_name_from_key(key, adapter_name): value
-            for key, value in mapped.items()
-            if f".{PREFIX}" in key
-        }
+        saved = {cls._remove_adapter_name_from_key(key, adapter_name): value for key, value in mapped.items()}
         wrong = [
             f"{key} is {_describe(saved[key])} in the file and {_describe(value)} in the model"
             for key, value in expected.items()
-            if key in saved and _describe(saved[key]) != _describe(value)
+            if key in saved and f".{PREFIX}" in key and _describe(saved[key]) != _describe(value)
         ]
+        for key, value in mapped.items():  # modules_to_save, embeddings, biases, in whatever dtype
+            if f".{PREFIX}" not in key:
+                own_value = state.get(key, state.get(key.removeprefix("base_model.model.")))
+                if own_value is not None:
+                    expected[cls._remove_adapter_name_from_key(key, adapter_name)] = own_value
+                    if own_value.shape != value.shape:
+                        wrong.append(f"{key} is {_describe(value)} in the file and {_describe(own_value)} in the model")
         missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
         if missing or unexpected or wrong:
             raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
@@ -352,12 +359,18 @@ def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
 
 
 def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter out of every layer, and the layers without adapters out of the model."""
+    """Take an adapter out of every layer and wrapper, and those without adapters out of the model."""
     for name, module in list(model.named_modules()):
-        if not isinstance(module, SELLayer):
-            continue
-        if adapter_name in module.sel_config:
-            module.discard_adapter(adapter_name)
-        if not module.sel_config:
-            parent, _, child_name = _get_submodules(model, name)
-            setattr(parent, child_name, module.base_layer)
+        if isinstance(module, SELLayer):
+            if adapter_name in module.sel_config:
+                module.discard_adapter(adapter_name)
+            if not module.sel_config:
+                parent, _, child_name = _get_submodules(model, name)
+                setattr(parent, child_name, module.base_layer)
+        elif isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters:
+            if module._adapters == {adapter_name}:
+                parent, _, child_name = _get_submodules(model, name)
+                setattr(parent, child_name, module.original_module)
+            else:
+                active = [other for other in module.active_adapters if other != adapter_name]
+                module.delete_adapter(adapter_name, new_active_adapters=active)

@@ -141,7 +141,8 @@ def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
     """
     if not (tokens := config.trainable_token_indices):
         return
-    weights = {id(getattr(model.get_submodule(target), "weight", None)): target for target in targets}
+    converted = [name for name, module in model.named_modules() if isinstance(module, SELLayer)]
+    weights = {id(getattr(model.get_submodule(name), "weight", None)): name for name in [*targets, *converted]}
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for name, module in model.named_modules():
         listed = any(name.endswith(key) for key in tokens) if isinstance(tokens, dict) else module is embedding

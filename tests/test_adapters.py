@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
+from models import assert_same_bits, clone_state, make_tiny, train_steps
 from peft import (
     PeftModel,
     get_peft_model,
@@ -241,61 +241,6 @@ def test_generated_text_is_that_of_the_merged_model(dtype):
     merged = model.merge_and_unload().generate(input_ids=TOKENS, do_sample=False, **options)
     assert torch.equal(adapted.sequences, merged.sequences)
     assert torch.equal(torch.stack(adapted.scores), torch.stack(merged.scores))
-
-
-def test_which_modules():
-    names = [layer.module_name for layer in sel_layers(convert(make_tiny(), layers_to_transform=[1]))]
-    assert len(names) == NUM_TARGETS // 2 and all(".1." in name for name in names)
-    for options in ({"exclude_modules": ["q_proj", "mlp.up_proj"]}, {"modules_to_save": ["q_proj", "up_proj"]}):
-        names = [layer.module_name for layer in sel_layers(convert(make_tiny(), **options))]
-        assert len(names) == NUM_TARGETS - 4 and not any(name.endswith(("q_proj", "up_proj")) for name in names)
-
-
-@pytest.mark.parametrize(
-    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}, {"bias": "all"}]
-)
-def test_what_trains_beside_the_targets(options, tmp_path):
-    base = make_tiny(tie_word_embeddings=False)
-    before, state = logits(base), clone_state(base)
-    model = convert(base, **options)
-    train_steps(model, 2, lr=0.3)
-    model.eval()
-    expected = logits(model)
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(make_tiny(tie_word_embeddings=False), tmp_path / "adapter").eval()
-    assert torch.equal(logits(loaded), expected)
-    if options != {"bias": "all"}:  # which PEFT trains in place
-        with model.disable_adapter():
-            assert torch.equal(logits(model), before)
-    merged = model.merge_and_unload()
-    assert torch.equal(logits(merged), expected)
-    assert list(merged.state_dict()) == list(state)
-
-
-def test_trained_tokens_are_not_lost_by_a_merge_of_files(tmp_path):
-    make_tiny().save_pretrained(tmp_path / "base")
-    convert(make_tiny(), trainable_token_indices=[1]).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(SELError, match="trainable_tokens_delta"):
-        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"target_modules": ["embed_tokens"], "trainable_token_indices": [1]}, r"rows of model\.embed_tokens, whose"),
-        ({"target_modules": ["lm_head"], "trainable_token_indices": [1]}, r"whose weight the target lm_head trains"),
-        ({"target_modules": ["lm_head"], "trainable_token_indices": {"embed_tokens": [1]}}, r"the target lm_head"),
-    ],
-)
-def test_a_weight_trains_in_one_way(options, match):
-    base = make_tiny()
-    names, state = [name for name, _ in base.named_modules()], clone_state(base)
-    with pytest.raises(SELError, match=match):
-        convert(base, **options)
-    assert [name for name, _ in base.named_modules()] == names
-    assert_same_bits(base.state_dict(), state)
 
 
 @pytest.mark.parametrize("by_keys", [True, False])
