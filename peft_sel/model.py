@@ -96,7 +96,11 @@ class SELModel(BaseTuner):
 
     @staticmethod
     def _check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
-        """Raise if the model has an adapter of that name, or one that a dropped base would break."""
+        """Raise if the name cannot be, the model has it already, or another adapter needs a base to be dropped."""
+        if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+            raise AdapterStateError(
+                adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
+            )
         others = {name for layer in _sel_layers(model) for name in layer.sel_config}
         if adapter_name in others:
             raise AdapterStateError(

@@ -178,6 +178,20 @@ def test_unknown_names_are_refused_before_anything_happens(call):
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Adapter name '' should not be contained")
+@pytest.mark.parametrize("name", ["", "v1.0", "keys", "training"])
+def test_names_that_torch_cannot_store(name):
+    base = make_tiny()
+    with pytest.raises(SELError, match="has a name that torch cannot store; choose one without dots"):
+        get_peft_model(base, make_config(), adapter_name=name)
+    assert not sel_layers(base) and all(p.requires_grad for p in base.parameters())
+    model = convert(base)
+    with pytest.raises(SELError, match="has a name that torch cannot store"):
+        model.add_adapter(name, make_config())
+    assert list(model.peft_config) == ["default"]
+    assert torch.equal(logits(model), logits(convert(make_tiny())))
+
+
 def test_every_layer_takes_the_same_adapter_when_the_active_one_goes():
     model = convert(make_tiny(), target_modules=["q_proj"])
     model.add_adapter("b", make_config(target_modules=["k_proj"]))
