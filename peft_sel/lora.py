@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import convert_to_lora
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -52,11 +52,16 @@ def save_as_lora(
     Raises:
         AdapterStateError: If a converted module lacks the adapter, or the model has none.
         DroppedBaseError: If the base weights, and so the deltas, are gone.
-        LoraConversionError: If the adapter has Embedding or convolution modules, or a rank exceeds a module's size.
+        LoraConversionError: If the adapter has Embedding or convolution modules or trained tokens, or a rank exceeds a
+            module's size.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SELLayer)}
     _check_layers(layers, adapter_name, rank)
     config, tensors = convert_to_lora(model, rank=rank, adapter_name=adapter_name, progressbar=progressbar)
+    for name, module in model.named_modules():  # with several adapters, PEFT takes the last one's
+        if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
+            saved = module.modules_to_save[adapter_name].state_dict()
+            tensors.update({f"{name}.{key}": tensor.contiguous() for key, tensor in saved.items()})
     sel_config = next(iter(layers.values())).sel_config[adapter_name]
     config.exclude_modules, config.task_type = copy.copy(sel_config.exclude_modules), sel_config.task_type
     folder = Path(path)
@@ -74,6 +79,8 @@ def _check_layers(layers: dict[str, SELLayer], adapter_name: str, rank: int | fl
             f"is not in {list_names(lacking, 3) or 'this model'}",
             "make the LoRA from a model that has only the adapter to be converted",
         )
+    if next(iter(layers.values())).sel_config[adapter_name].trainable_token_indices:
+        raise LoraConversionError(f"adapter {adapter_name!r}", "has trainable_token_indices, which PEFT cannot convert")
     for name, layer in layers.items():
         base: Any = layer.get_base_layer()
         if layer.base_dropped is not None:

@@ -92,6 +92,17 @@ def test_peft_converts_too_and_an_untrained_adapter_has_no_error(tmp_path):
     assert fit.num_modules == NUM_TARGETS
 
 
+def test_modules_to_save_are_those_of_the_adapter(tmp_path):
+    model = convert(make_tiny(tie_word_embeddings=False), modules_to_save=["lm_head"])
+    train_steps(model, 2, lr=0.3)
+    model.add_adapter("other", SELConfig(task_type="CAUSAL_LM", r=2, modules_to_save=["lm_head"]))
+    model.eval()
+    save_as_lora(tmp_path, model, rank=1.0)
+    loaded = PeftModel.from_pretrained(make_tiny(tie_word_embeddings=False), tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_what_cannot_become_a_lora(tmp_path):
     folder = tmp_path / "lora"
     model = convert(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)), target_modules=["0", "1"], task_type=None)
@@ -99,6 +110,8 @@ def test_what_cannot_become_a_lora(tmp_path):
         save_as_lora(folder, model, rank=2)
     with pytest.raises(TypeError, match="do not support LoRA conversion"):
         convert_to_lora(model, rank=2)
+    with pytest.raises(SELError, match="'default' has trainable_token_indices, which PEFT cannot convert"):
+        save_as_lora(folder, convert(make_tiny(), trainable_token_indices=[1]), rank=2)
     model = convert(make_tiny())
     with pytest.raises(SELError, match=r"'typo' is not in base_model\.model.* and 11 more; make the LoRA from"):
         save_as_lora(folder, model, rank=2, adapter_name="typo")
