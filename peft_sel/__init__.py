@@ -6,6 +6,7 @@ from peft_sel.checkpoint import merge_checkpoint
 from peft_sel.config import ScaleConfig, SELConfig
 from peft_sel.errors import SELError
 from peft_sel.layer import SELLayer
+from peft_sel.lora import LoraFit, save_as_lora
 from peft_sel.model import SELModel
 from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
 from peft_sel.registry import register
@@ -16,6 +17,7 @@ __version__ = version("peft_sel")
 register()
 
 __all__ = [
+    "LoraFit",
     "SELCallback",
     "SELConfig",
     "SELError",
@@ -27,5 +29,6 @@ __all__ = [
     "create_sel_optimizer",
     "create_sel_scheduler",
     "merge_checkpoint",
+    "save_as_lora",
     "sel_param_groups",
 ]

@@ -155,3 +155,37 @@ class ParameterGroupError(SELError):
 
     def __init__(self, problem: str, way_out: str) -> None:
         super().__init__(f"{problem}; {way_out}")
+
+
+class MixedBatchError(SELError):
+    """adapter_names= of a call cannot be followed."""
+
+    def __init__(self, names: Iterable[str], problem: str, way_out: str) -> None:
+        super().__init__(f"adapter_names={list_names(names)!r} {problem}; {way_out}")
+
+
+class LoraConversionError(SELError):
+    """An adapter cannot be written as a LoRA."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}; merge the adapter instead (merge_checkpoint, merge_and_unload)")
+
+
+class OffloadedError(SELError):
+    """Tensors of a converted module are not in memory."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"{name} has its {what} on the meta device: offloaded, or never loaded. SEL needs weights in memory; "
+            "load the model without cpu or disk in its device_map, or merge_and_unload it first"
+        )
+
+
+class NewerVersionError(SELError):
+    """An adapter was made by a newer peft_sel, whose options this one may not know."""
+
+    def __init__(self, made_by: str, installed: str) -> None:
+        super().__init__(
+            f"the adapter was made by peft_sel {made_by} and this is {installed}, which may not know all its options; "
+            "run pip install -U peft-sel"
+        )

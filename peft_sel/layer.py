@@ -14,7 +14,13 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import PREFIX, StructuredScale, fold_weight, invert_at_start, resolve_beta, to_matrix
-from peft_sel.errors import BrokenMergeError, DroppedBaseError, UnsupportedModuleError
+from peft_sel.errors import (
+    BrokenMergeError,
+    DroppedBaseError,
+    NonFiniteWeightError,
+    OffloadedError,
+    UnsupportedModuleError,
+)
 from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
 
@@ -129,8 +135,7 @@ class SELLayer(BaseTunerLayer):
         weight = self.base_weight.detach()
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
-        if convert:
-            _check_readable(self.module_name, self.get_base_layer(), weight)
+        _check_readable(self.module_name, self.get_base_layer(), weight, convert)
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         device = weight.device
         if convert:
@@ -201,6 +206,11 @@ class SELLayer(BaseTunerLayer):
         raw, _ = invert_at_start(self.sel_config[adapter], beta, self.base_weight, self.weight_name)
         self.symexplin_raw_frozen[adapter] = raw
 
+    def check_base_is_finite(self, adapter: str) -> None:
+        """Raise unless the base weight that a train_raw=False adapter inverts holds finite numbers only."""
+        if adapter in self.symexplin_raw_frozen and not bool(torch.isfinite(self.base_weight).all()):
+            raise NonFiniteWeightError(self.weight_name, int((~torch.isfinite(self.base_weight)).sum()))
+
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
 
@@ -222,12 +232,20 @@ class SELLayer(BaseTunerLayer):
         )
         parts: Scales = {name: scale.parts() for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
+        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
+            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
         return fold_weight(spec, raw, self.symexplin_beta[adapter], parts, residual, self.transposed)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Whether the adapter can be written as a LoRA: PEFT does that for linear layers only."""
+        return adapter_name in self.sel_config and isinstance(self.get_base_layer(), (nn.Linear, Conv1D))
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return w_eff - w_base of an adapter in the base layer's layout, in float32 (float64 for float64 raw)."""
         if self.base_dropped is not None:
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
+        if self.base_weight.is_meta:
+            raise OffloadedError(self.module_name, "base weight")
         dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
         return self.get_effective_weight(adapter, dtype) - self.base_weight.to(dtype)
 
@@ -268,6 +286,8 @@ class SELLayer(BaseTunerLayer):
         if not self.merged:
             return
         base: Any = self.get_base_layer()
+        if base.weight.is_meta:  # the hook would bring the merged weight back
+            raise OffloadedError(self.module_name, "merged weight")
         if self.base_dropped is not None:
             self.drop_base_weight()
             self._unmerged.clear()
@@ -296,10 +316,10 @@ class SELLayer(BaseTunerLayer):
         return nn.Module._apply(module, fn, recurse=False)
 
 
-def _check_readable(name: str, base_layer: nn.Module, weight: Tensor) -> None:
-    """Raise unless the weight's values are in memory as ordinary floating-point numbers."""
+def _check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
+    """Raise unless the weight's values are, or without conversion will be, in memory as floating-point numbers."""
     hook = getattr(base_layer, "_hf_hook", None)
-    if getattr(hook, "offload", False) or weight.device.type == "meta":
+    if getattr(hook, "offload", False) or (convert and weight.is_meta):
         raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
     if weight.dtype not in FLOAT_DTYPES:
         raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")

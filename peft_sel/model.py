@@ -5,30 +5,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
-from peft.utils import _get_submodules
+from peft.utils import AuxiliaryTrainingWrapper, _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX, matches_end
 from peft_sel.errors import (
-    AdapterMismatchError,
     AdapterStateError,
     BrokenMergeError,
     ConfigError,
     DroppedBaseError,
-    NonFiniteWeightError,
+    OffloadedError,
     SELError,
     list_names,
 )
 from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
-from peft_sel.modules import choose_layer_class
+from peft_sel.loading import check_saved
+from peft_sel.mixed import route_rows
+from peft_sel.modules import check_tokens, choose_layer_class
 from peft_sel.targets import TARGET_MODULES
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -74,6 +76,7 @@ class SELModel(BaseTuner):
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
         if not any(_sel_layers(model)):
             self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        disabled = any(layer.disable_adapters for layer in _sel_layers(model))
         num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
@@ -85,6 +88,9 @@ class SELModel(BaseTuner):
             raise
         finally:
             self._progress.close()
+        if disabled:  # so are the layers that are new
+            for layer in _sel_layers(model):
+                layer.enable_adapters(False)
         if config.base_weight == "drop":
             for layer in _sel_layers(model):
                 if adapter_name in layer.sel_config:
@@ -99,7 +105,11 @@ class SELModel(BaseTuner):
 
     @staticmethod
     def _check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
-        """Raise if the model has an adapter of that name, or one that a dropped base would break."""
+        """Raise if the name cannot be, the model has it already, or another adapter needs a base to be dropped."""
+        if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+            raise AdapterStateError(
+                adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
+            )
         others = {name for layer in _sel_layers(model) for name in layer.sel_config}
         if adapter_name in others:
             raise AdapterStateError(
@@ -135,6 +145,7 @@ class SELModel(BaseTuner):
         for pattern in config.beta_pattern:
             if names and not any(matches_end(pattern, name) for name in names):
                 raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
+        check_tokens(model, config, names)
         return names
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
@@ -182,8 +193,8 @@ class SELModel(BaseTuner):
         self._progress.update()
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
-        """Put a module in another's place; one that comes out of a holder has no weight for PEFT to look at."""
-        if isinstance(child, SELHolder):
+        """Put a module in another's place; one out of a holder or wrapper has no weight that PEFT has to carry over."""
+        if isinstance(child, (SELHolder, AuxiliaryTrainingWrapper)):
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
@@ -195,14 +206,12 @@ class SELModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Refuse what PEFT would silently ignore."""
-        if kwargs.get("adapter_names") is not None:
-            raise AdapterStateError(
-                list_names(set(kwargs["adapter_names"])),
-                "cannot be chosen row by row (adapter_names=) yet",
-                "use set_adapter and one batch per adapter",
-            )
-        yield
+        """Bring the adapter_names= of a call, one per row, to the layers."""
+        if (names := kwargs.get("adapter_names")) is None:
+            yield
+            return
+        with route_rows(self.model, names, kwargs):
+            yield
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Do nothing: raw_dtype decides, and PEFT's cast would replace parameters that others hold."""
@@ -219,14 +228,41 @@ class SELModel(BaseTuner):
         self._require_base("disable_adapter")
         super().disable_adapter_layers()
 
+    def _check_known(self, names: str | list[str] | None) -> None:
+        known = list(self.peft_config)
+        if unknown := {names} - {*known} if isinstance(names, str) else {*(names or [])} - {*known}:
+            raise AdapterStateError(list_names(sorted(unknown)), "is not in this model", f"it has {list_names(known)}")
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Choose the active adapters; with several, the deltas add: w_base + sum(w_eff_i - w_base).
+
+        Args:
+            adapter_name: Name or names.
+            inference_mode: Freeze them.
+
+        Raises:
+            AdapterStateError: If the model lacks one.
+        """
+        self._check_known(adapter_name)
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; an error for the one that dropped the base weights.
+        """Delete an adapter; if no other is active, the first by name becomes so, in every layer the same.
 
         Args:
             adapter_name: Name of the adapter.
+
+        Raises:
+            DroppedBaseError: If it is the one that dropped the base weights.
         """
         if self._dropped() == adapter_name:
             raise DroppedBaseError("delete_adapter", adapter_name)
+        others = sorted({*self.peft_config} - {adapter_name})
+        merged = any(adapter_name in layer.merged_adapters for layer in self.sel_layers())
+        if others and not merged and self.active_adapters == [adapter_name]:
+            warnings.warn(f"{adapter_name!r} was the active adapter; {others[0]!r} is now", stacklevel=2)
+            for layer in self.sel_layers():  # left to itself, each would choose among its own
+                layer.set_adapter(others[0])
         super().delete_adapter(adapter_name)
 
     def unload(self) -> nn.Module:
@@ -241,7 +277,11 @@ class SELModel(BaseTuner):
         Args:
             adapter_names: Adapters to merge; None for all active ones.
             safe_merge: Check every merged weight for NaN and infinity before the first one is replaced.
+
+        Raises:
+            AdapterStateError: If the model lacks one.
         """
+        self._check_known(adapter_names)
         if safe_merge:
             self._check_finite(adapter_names)
         super().merge_adapter(adapter_names=adapter_names)
@@ -253,6 +293,7 @@ class SELModel(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> Any:
+        self._check_known(adapter_names)
         if merge and safe_merge:
             self._check_finite(adapter_names)
         while True:  # what lies inside a holder comes to light when the holder is gone
@@ -269,6 +310,23 @@ class SELModel(BaseTuner):
                 raise BrokenMergeError(layer.weight_name, new)
 
     @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """Select what belongs to an adapter, for saving; refuse what is not in memory."""
+        own: dict[str, Tensor] = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
+            raise OffloadedError(key, "values")
+        return own
+
+    @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -277,7 +335,13 @@ class SELModel(BaseTuner):
         # PEFT saves the base weight of a targeted lm_head along; loading it would overwrite a tied embedding.
         mapped = {key: value for key, value in mapped.items() if not key.endswith(".base_layer.weight")}
         try:
-            cls._check_saved(model, config, adapter_name, mapped)
+            state = model.state_dict()
+            own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
+            check_saved(
+                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
+            )
+            for layer in _sel_layers(model):
+                layer.check_base_is_finite(adapter_name)
         except SELError:
             layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):
@@ -289,42 +353,6 @@ class SELModel(BaseTuner):
                     _remove_adapter(model, adapter_name)
             raise
         return mapped
-
-    @classmethod
-    def _check_saved(cls, model: Any, config: Any, adapter_name: str, mapped: dict[str, Tensor]) -> None:
-        """Raise unless the saved tensors are exactly those of the adapter, in shape, dtype and range."""
-        own = cls._get_adapter_state_dict(model, config, adapter_name, model.state_dict(), [])
-        expected = {
-            cls._remove_adapter_name_from_key(key, adapter_name): value
-            for key, value in own.items()
-            if f".{PREFIX}" in key and (key.endswith(f".{adapter_name}") or f".{adapter_name}." in key)
-        }
-        saved = {
-            cls._remove_adapter_name_from_key(key, adapter_name): value
-            for key, value in mapped.items()
-            if f".{PREFIX}" in key
-        }
-        wrong = [
-            f"{key} is {_describe(saved[key])} in the file and {_describe(value)} in the model"
-            for key, value in expected.items()
-            if key in saved and _describe(saved[key]) != _describe(value)
-        ]
-        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
-        if missing or unexpected or wrong:
-            raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
-        for key, value in saved.items():
-            if key.endswith(f".{PREFIX}beta") and not bool(((value > 0) & value.isfinite()).all()):
-                raise ConfigError(
-                    "beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken"
-                )
-        for layer in _sel_layers(model):
-            if adapter_name in layer.symexplin_raw_frozen and not bool(torch.isfinite(layer.base_weight).all()):
-                count = int((~torch.isfinite(layer.base_weight)).sum())
-                raise NonFiniteWeightError(layer.weight_name, count)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _makes_meta_parameters() -> bool:
@@ -339,16 +367,23 @@ def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
 
 
 def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter out of every layer, and the layers without adapters out of the model."""
+    """Take an adapter out of every layer and wrapper, and those without adapters out of the model."""
     for layer in list(_sel_layers(model)):
         if adapter_name in layer.sel_config:
             layer.discard_adapter(adapter_name)
     for name, module in reversed(list(model.named_modules())):  # what lies inside a holder first
+        replacement: Any = None
         if isinstance(module, SELHolder):
             module.remove_empty()
-            is_empty = not module.sel_parameters
-        else:
-            is_empty = isinstance(module, SELLayer) and not isinstance(module, SELParameter) and not module.sel_config
-        if is_empty:
+            replacement = None if module.sel_parameters else module.base_layer
+        elif isinstance(module, SELLayer) and not isinstance(module, SELParameter):
+            replacement = None if module.sel_config else module.base_layer
+        elif isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters:
+            if module._adapters == {adapter_name}:
+                replacement = module.original_module
+            else:
+                active = [other for other in module.active_adapters if other != adapter_name]
+                module.delete_adapter(adapter_name, new_active_adapters=active)
+        if replacement is not None:
             parent, _, child_name = _get_submodules(model, name)
-            setattr(parent, child_name, module.base_layer)
+            setattr(parent, child_name, replacement)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
-from peft_sel.errors import DroppedBaseError, UnsupportedModuleError
+from peft_sel.errors import ConfigError, DroppedBaseError, MixedBatchError, UnsupportedModuleError
 from peft_sel.layer import SELLayer
+
+BASE_ROWS = "__base__"  # PEFT's name, in adapter_names, for the untouched base
 
 
 class SELModule(SELLayer, nn.Module):
@@ -31,17 +33,51 @@ class SELModule(SELLayer, nn.Module):
         self._active_adapter = adapter
         self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the base layer: as it is where adapters are disabled or merged, else with the effective weight."""
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """Run the base layer: as it is where adapters are disabled or all merged, else with the effective weight.
+
+        Args:
+            x: Input.
+            *args: Passed on to the base layer where it runs as it is.
+            adapter_names: Adapter of each row of x, "__base__" for none; None runs the active adapters.
+            **kwargs: Passed on like args.
+
+        Returns:
+            Output. With adapter_names, the rows of one adapter are those that it gives for them alone, bit for bit.
+
+        Raises:
+            DroppedBaseError: If the base weight has to run and was freed.
+            MixedBatchError: If x has not one row per name.
+        """
         if self.disable_adapters:
             if self.base_dropped is not None:
                 raise DroppedBaseError(f"running {self.module_name} without its adapter", self.base_dropped)
             if self.merged:
                 self.unmerge()
-        adapters = [] if self.disable_adapters or self.merged else self._present_adapters()
-        if not adapters:
+        elif adapter_names is not None:
+            return self._run_rows(x, adapter_names)
+        extra = [] if self.disable_adapters else self._active_unmerged()
+        if not extra:
             return self.base_layer(x, *args, **kwargs)
-        return self._run(self.get_combined_weight(adapters), x)
+        return self._run(self.get_combined_weight([*self.merged_adapters, *extra]), x)
+
+    def _run_rows(self, x: Tensor, names: list[str]) -> Tensor:
+        """Run the rows of each adapter with its effective weight, those of others with the base layer."""
+        if len(x) != len(names):
+            raise MixedBatchError(
+                names, f"names {len(names)} rows, and {self.module_name} runs {len(x)}", "give one name per row"
+            )
+        rows: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            rows.setdefault(name if name in self.sel_config else BASE_ROWS, []).append(index)
+        if BASE_ROWS in rows and self.base_dropped is not None:
+            raise DroppedBaseError(f"running rows of {self.module_name} without its adapter", self.base_dropped)
+        results = [
+            self.base_layer(x[group]) if name == BASE_ROWS else self._run(self.get_effective_weight(name), x[group])
+            for name, group in rows.items()
+        ]
+        order = torch.tensor([index for group in rows.values() for index in group], device=x.device)
+        return torch.cat(results)[order.argsort()]
 
     def _run(self, weight: Tensor, x: Tensor) -> Tensor:
         base: Any = self.get_base_layer()
@@ -58,8 +94,8 @@ class SELModule(SELLayer, nn.Module):
             result = base._conv_forward(x, weight, base.bias)
         return result
 
-    def _present_adapters(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.sel_config]
+    def _active_unmerged(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
 
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
@@ -90,3 +126,27 @@ def choose_layer_class(name: str, module: Any) -> type[SELModule]:
     ):
         return SELModule
     raise UnsupportedModuleError(name, kind)
+
+
+def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
+    """Raise if rows of a target module's weight, its own or a tied one, are also to be trained plainly.
+
+    Args:
+        model: The base model.
+        config: Its trainable_token_indices; PEFT leaves modules_to_save out of the targets by itself.
+        targets: Names of the target modules.
+
+    Raises:
+        ConfigError: If a weight would train in two ways.
+    """
+    if not (tokens := config.trainable_token_indices):
+        return
+    converted = [name for name, module in model.named_modules() if isinstance(module, SELLayer)]
+    weights = {id(getattr(model.get_submodule(name), "weight", None)): name for name in [*targets, *converted]}
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for name, module in model.named_modules():
+        listed = any(name.endswith(key) for key in tokens) if isinstance(tokens, dict) else module is embedding
+        if listed and (found := weights.get(id(getattr(module, "weight", None)))) is not None:
+            raise ConfigError(
+                "trainable_token_indices", tokens, f"trains rows of {name}, whose weight the target {found} trains"
+            )

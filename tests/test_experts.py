@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 
+import moe
 import pytest
 import reference
 import torch
@@ -385,3 +386,11 @@ def test_beta_pattern_reaches_parameters():
     model = convert_moe(make_moe(), beta_pattern={r"0\.mlp\.experts\.gate_up_proj": 4.0})
     betas = [layer.symexplin_beta["default"] for layer in parameter_layers(model)]
     assert torch.equal(betas[0], torch.full((4,), 4.0)) and not (betas[2] == 4.0).any()
+
+
+def test_experts_do_not_run_row_by_row() -> None:
+    model = convert_moe(make_moe())
+    with pytest.raises(
+        SELError, match=r"adapter_names='default' meets the target parameter .*experts\.\w+_proj, .*one batch"
+    ):
+        model(moe.TOKENS, adapter_names=["default"] * len(moe.TOKENS))

@@ -156,11 +156,6 @@ def test_scale_only_adapter_on_a_broken_base(tmp_path):
     assert fingerprint(base) == before
 
 
-def test_mixed_batches_are_refused_not_ignored():
-    with pytest.raises(SELError, match="row by row"):
-        convert(make_tiny())(TOKENS, adapter_names=["__base__"])
-
-
 def test_replicas_without_registered_parameters_compute_the_same():
     # what torch.nn.DataParallel makes of a module: parameters become plain attributes
     model = convert(make_tiny())

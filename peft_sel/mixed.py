@@ -1,0 +1,74 @@
+"""Mixed batches: the adapter_names= of a call, one adapter per row, brought to every layer that runs rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+
+from peft_sel.errors import MixedBatchError, list_names
+from peft_sel.experts import SELParameter
+from peft_sel.layer import SELLayer
+from peft_sel.modules import BASE_ROWS
+
+
+@contextmanager
+def route_rows(model: nn.Module, names: Sequence[str], call: Mapping[str, Any]) -> Iterator[None]:
+    """Hand the adapter of each row to every adapted module, for the duration of one forward or generate.
+
+    Args:
+        model: The model whose modules are adapted.
+        names: Adapter of each row; "__base__" for the untouched base.
+        call: Keyword arguments of the call; generate repeats each row for its beams or returned sequences.
+
+    Raises:
+        MixedBatchError: If the model trains, is merged, or lacks one of the adapters.
+    """
+    names = _check_names(model, names)
+    hook = partial(_add_names, names=names, copies=_count_copies(call))
+    modules = [module for module in model.modules() if isinstance(module, (SELLayer, AuxiliaryTrainingWrapper))]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise MixedBatchError([str(names)], "is no list of names", "give one adapter name per row")
+    if model.training:  # gradient checkpointing runs a layer again when the names are long forgotten
+        raise MixedBatchError(names, "works in inference only", "call model.eval(), or train one adapter per batch")
+    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    known = {name for layer in layers for name in layer.sel_config}
+    if unknown := sorted(set(names) - known - {BASE_ROWS}):
+        raise MixedBatchError(
+            unknown, "is not in this model", f"it has {list_names(sorted(known))}, and {BASE_ROWS} for none"
+        )
+    if merged := sorted({name for layer in layers for name in layer.merged_adapters}):
+        raise MixedBatchError(names, f"meets the merged {list_names(merged)}", "call unmerge_adapter first")
+    if stacks := [module.module_name for module in model.modules() if isinstance(module, SELParameter)]:
+        raise MixedBatchError(
+            names, f"meets the target parameter {stacks[0]}, which does not run row by row", "use one batch per adapter"
+        )
+    return list(names)
+
+
+def _count_copies(call: Mapping[str, Any]) -> int:
+    """Return how often generate repeats each row."""
+    config = call.get("generation_config")
+    counts = (call.get(key, getattr(config, key, None)) for key in ("num_beams", "num_return_sequences"))
+    return max(count or 1 for count in counts)
+
+
+def _add_names(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: list[str], copies: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # An encoder sees each row once, the decoder after it sees the repeated ones.
+    repeated = bool(args) and len(args[0]) == copies * len(names)
+    return args, {**kwargs, "adapter_names": [n for n in names for _ in range(copies)] if repeated else names}
