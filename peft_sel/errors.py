@@ -161,7 +161,7 @@ class MixedBatchError(SELError):
     """adapter_names= of a call cannot be followed."""
 
     def __init__(self, names: Iterable[str], problem: str, way_out: str) -> None:
-        super().__init__(f"adapter_names={list_names(names)!r} {problem}; {way_out}")
+        super().__init__(f"adapter_names={list_names(dict.fromkeys(names))!r} {problem}; {way_out}")
 
 
 class LoraConversionError(SELError):

@@ -286,7 +286,7 @@ class SELLayer(BaseTunerLayer):
         if not self.merged:
             return
         base: Any = self.get_base_layer()
-        if base.weight.is_meta:  # the hook would bring the merged weight back
+        if getattr(base, self.parameter_name).is_meta:  # the hook would bring the merged weight back
             raise OffloadedError(self.module_name, "merged weight")
         if self.base_dropped is not None:
             self.drop_base_weight()
