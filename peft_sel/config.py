@@ -197,6 +197,18 @@ class SELConfig(PeftConfig):
             raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
 
     def _check_combinations(self) -> None:
+        for name in ("layers_to_transform", "layers_pattern") if isinstance(self.target_modules, str) else ():
+            if getattr(self, name) not in (None, []):
+                raise ConfigError(
+                    name,
+                    getattr(self, name),
+                    f"`{name}` cannot be used when `target_modules` is a str; name the modules in a list, or the "
+                    "layers in the regex",
+                )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ConfigError(
+                "layers_pattern", self.layers_pattern, "has no effect without layers_to_transform; set that, too"
+            )
         if self.base_weight == "drop" and not self.train_raw:
             raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
         shift_start = self.shift.init if isinstance(self.shift, ScaleConfig) else None

@@ -28,7 +28,7 @@ from peft_sel.errors import (
 )
 from peft_sel.layer import SELLayer
 from peft_sel.modules import choose_layer_class
-from peft_sel.targets import TARGET_MODULES
+from peft_sel.targets import TARGET_MODULES, restrict_to_layers
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
 
@@ -102,6 +102,17 @@ class SELModel(BaseTuner):
                 f"would free the base weights, which {list_names(sorted(others))} may need",
                 "use base_weight='keep', or delete the other adapters first",
             )
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        """Fill in the default targets; PEFT does not apply layers_to_transform to a default that is a regex."""
+        chosen = peft_config.target_modules is not None
+        config: Any = super()._prepare_adapter_config(peft_config, model_config)
+        if not chosen and isinstance(config.target_modules, str) and config.layers_to_transform is not None:
+            config.target_modules = restrict_to_layers(
+                config.target_modules, config.layers_to_transform, config.layers_pattern
+            )
+            config.layers_to_transform = config.layers_pattern = None
+        return config
 
     def _find_targets(self, model: nn.Module, config: Any) -> list[str]:
         """Return the names of the modules that a configuration targets; refuse a beta_pattern that matches none."""
