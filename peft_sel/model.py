@@ -29,6 +29,7 @@ from peft_sel.errors import (
 from peft_sel.layer import SELLayer
 from peft_sel.modules import choose_layer_class
 from peft_sel.targets import TARGET_MODULES, restrict_to_layers
+from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
 
@@ -222,7 +223,10 @@ class SELModel(BaseTuner):
     ) -> Any:
         if merge and safe_merge:
             self._check_finite(adapter_names)
-        return super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
+        model = super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
+        if merge:
+            keep_parted_weights_apart(model)
+        return model
 
     @torch.no_grad()
     def _check_finite(self, adapter_names: list[str] | None) -> None:
