@@ -27,7 +27,8 @@ from peft_sel.errors import (
     list_names,
 )
 from peft_sel.layer import SELLayer
-from peft_sel.modules import choose_layer_class
+from peft_sel.modules import SELModule, choose_layer_class
+from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.targets import TARGET_MODULES, restrict_to_layers
 from peft_sel.tying import keep_parted_weights_apart
 
@@ -148,9 +149,12 @@ class SELModel(BaseTuner):
         if isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
         else:
-            module = choose_layer_class(current_key, target)(
-                target, adapter_name, peft_config, name=current_key, **options
-            )
+            if check_dequantizable(current_key, target):
+                options["dtype"] = getattr(self.model, "dtype", None)
+                layer_class: type[SELModule] = SELQuantizedLinear
+            else:
+                layer_class = choose_layer_class(current_key, target)
+            module = layer_class(target, adapter_name, peft_config, name=current_key, **options)
             if adapter_name not in self.active_adapters:
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
@@ -226,6 +230,7 @@ class SELModel(BaseTuner):
         model = super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
         if merge:
             keep_parted_weights_apart(model)
+            settle_quantization(model)
         return model
 
     @torch.no_grad()

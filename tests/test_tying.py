@@ -82,7 +82,7 @@ def test_only_the_named_weights_change(family, which, options, tmp_path: Path):
         merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "files", progress=False)
         folders.append("files")
     else:
-        with pytest.raises(SELError, match="cannot be untied from files; .*merge_and_unload"):
+        with pytest.raises(SELError, match=r"cannot be untied from files; .*merge_and_unload"):
             merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "files", progress=False)
     for folder in folders:
         config = json.loads((tmp_path / folder / "config.json").read_text())
