@@ -295,11 +295,10 @@ class SELConfig(PeftConfig):
 
 
 def write_card(folder: Path, base_model: str | None) -> None:
-    """Put the section that says how to load and merge the adapter on top of the folder's README.md, once."""
+    """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
     path = folder / "README.md"
     card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
-    if CARD_HEADING in card.text:
-        return
+    card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
     base = base_model or "BASE_MODEL"
     section = f"""{CARD_HEADING}
 
@@ -317,5 +316,6 @@ plain = model.merge_and_unload()  # an ordinary model: save it and load it anywh
 
 Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
 """
-    card.text = f"\n{section}\n{card.text.lstrip()}"
+    if CARD_HEADING not in card.text:
+        card.text = f"\n{section}\n{card.text.lstrip()}"
     card.save(path)
