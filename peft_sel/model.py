@@ -24,12 +24,13 @@ from peft_sel.errors import (
     DroppedBaseError,
     NonFiniteWeightError,
     SELError,
+    UnsupportedModuleError,
     list_names,
 )
 from peft_sel.layer import SELLayer
 from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
-from peft_sel.targets import TARGET_MODULES, restrict_to_layers
+from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
 from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -149,6 +150,10 @@ class SELModel(BaseTuner):
         if isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
         else:
+            owner: Any = type(parent)
+            if reads_weight_itself(owner, target_name):
+                reason = f"{owner.__name__} reads its weight without calling the module"
+                raise UnsupportedModuleError(current_key, type(target).__name__, reason)
             if check_dequantizable(current_key, target):
                 options["dtype"] = getattr(self.model, "dtype", None)
                 layer_class: type[SELModule] = SELQuantizedLinear

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 DENSE_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -65,3 +70,25 @@ def restrict_to_layers(targets: str, layers: list[int] | int, pattern: list[str]
     indices = [layers] if isinstance(layers, int) else layers
     lists = [pattern] if isinstance(pattern, str) else pattern or ["layers"]
     return rf"(?=(.*\.)?({'|'.join(lists)})\.({'|'.join(map(str, indices))})\.){targets}" if indices else targets
+
+
+@cache
+def reads_weight_itself(owner: type, attribute: str) -> bool:
+    """Tell from its source whether a class uses the weight of one of its modules past the module, and so past adapters.
+
+    Args:
+        owner: Class of the module that holds the target module.
+        attribute: Name of the target module in it.
+
+    Returns:
+        True for weights that are read and whose module is never called (the conv1d of linear attention, the out_proj of
+        torch.nn.MultiheadAttention), and for those that the fused kernels of a Mamba mixer may read.
+    """
+    source = ""
+    for ancestor in owner.__mro__:
+        if ancestor not in (nn.Module, object):
+            with suppress(OSError, TypeError):  # written at a prompt, or not in Python
+                source += inspect.getsource(ancestor)
+    reads = re.search(rf"self\.{attribute}\.weight\b(?!\.(dtype|device|shape))", source) is not None
+    calls = re.search(rf"self\.{attribute}\(", source) is not None
+    return reads and (not calls or "Mamba" in owner.__name__)

@@ -259,3 +259,46 @@ def test_layers_to_transform_narrows_the_defaults(family, root, tmp_path: Path):
 def test_layers_that_would_be_ignored_are_refused(options, match):
     with pytest.raises(SELError, match=match):
         SELConfig(**options)
+
+
+class ReadsWeight(nn.Module):
+    """A module whose projection is no more than a place for a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.passed = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.used(x.to(self.used.weight.dtype)), self.passed.weight)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_weights_that_linear_attention_reads_itself_are_refused(family):
+    model = make_model(family)
+    before = clone_state(model)
+    with pytest.raises(SELError, match=r"linear_attn.conv1d is a Conv1d \(Qwen3\w*GatedDeltaNet reads its weight"):
+        get_peft_model(model, SELConfig(target_modules=["q_proj", "conv1d"]))
+    assert not sel_layers(model)
+    assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("target", ["conv1d", "dt_proj", "x_proj", "out_proj"])
+def test_weights_that_fused_mamba_kernels_read_are_refused(target):
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=4
+    )
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(SELError, match=rf"mixer.{target} is a \w+ \(MambaMixer reads its weight"):
+        get_peft_model(model, SELConfig(target_modules=[target]))
+    assert len(sel_layers(get_peft_model(model, SELConfig(target_modules=["in_proj"])))) == 1
+
+
+class Inherits(ReadsWeight):
+    """The same by inheritance."""
+
+
+@pytest.mark.parametrize("owner", [ReadsWeight, Inherits])
+def test_a_module_that_is_called_is_converted_and_one_that_is_only_read_is_not(owner):
+    assert set(sel_layers(get_peft_model(owner(), SELConfig(target_modules=["used"])))) == {"used"}
+    with pytest.raises(SELError, match=r"target module passed is a Linear \(\w+ reads its weight"):
+        get_peft_model(owner(), SELConfig(target_modules=["passed"]))
