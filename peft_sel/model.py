@@ -165,6 +165,10 @@ class SELModel(BaseTuner):
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        """Put a module in the place of another; PEFT's version fails on a saved module without a weight of its own."""
+        setattr(parent, child_name, new_module)
+
     def _hidden_size(self) -> int | None:
         config: Any = getattr(self.model, "config", None)
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -261,6 +261,19 @@ def test_layers_that_would_be_ignored_are_refused(options, match):
         SELConfig(**options)
 
 
+@pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
+def test_a_saved_head_of_several_layers_survives_the_end(end):
+    config = transformers.RobertaConfig(**BERT, num_labels=3, max_position_embeddings=32)
+    base = transformers.RobertaForSequenceClassification(config).bfloat16().eval()
+    model = get_peft_model(base, SELConfig(modules_to_save=["classifier"]))  # dense, dropout and out_proj
+    nn.init.normal_(base.classifier.modules_to_save["default"].out_proj.weight)
+    tokens = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        adapted = model(tokens).logits
+        assert torch.equal(getattr(model, end)()(tokens).logits, adapted)
+    assert type(base.classifier).__name__ == "RobertaClassificationHead" and not sel_layers(base)
+
+
 class ReadsWeight(nn.Module):
     """A module whose projection is no more than a place for a weight."""
 
