@@ -94,6 +94,12 @@ CASES: dict[str, dict[str, list[Any]]] = {
         "test_self_targeting_is_ignored": [(SELConfig, {"target_modules": f"l{index}.*"}) for index in (1, 2)],
     },
     "test_tuners_utils": {},
+    "test_vision_models": {
+        "test_model_with_batchnorm_reproducibility": [
+            SELConfig(target_modules=["convolution"], modules_to_save=["classifier", "normalization"], train_raw=dense)
+            for dense in (True, False)
+        ],
+    },
 }
 # Generic tests that take LoRA as their example: they run with SELConfig in the place of LoraConfig.
 STAND_INS = {
