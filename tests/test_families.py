@@ -12,7 +12,7 @@ from models import assert_same_bits, bits, clone_state, make_heavy_tailed
 from peft import PeftModel, get_peft_model
 from torch import nn
 
-from peft_sel import SELConfig, SELError, SELLayer
+from peft_sel import SELConfig, SELError, SELLayer, merge_checkpoint
 
 NO_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2}
@@ -142,6 +142,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
 }
 
+RENAMED = ("gemma3", "qwen2_5_vl", "vit")  # their files name tensors otherwise than the modules
+
 
 def make_model(family: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Make a random model with heavy-tailed weights, the same one every time."""
@@ -217,6 +219,23 @@ def test_trained_merged_and_reloaded_by_transformers(family, tmp_path: Path):
     changed = {name for name, value in reloaded.state_dict().items() if not torch.equal(bits(value), bits(base[name]))}
     assert changed == {f"{name}.weight" for name in FAMILIES[family][2]}
     assert torch.equal(logits(PeftModel.from_pretrained(make_model(family), tmp_path / "adapter"), family), adapted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_from_file_to_file(family, tmp_path: Path):
+    make_model(family).save_pretrained(tmp_path / "base")
+    model = get_peft_model(make_model(family), SELConfig(train_raw=False))
+    take_step(model, family)
+    adapted = logits(model.eval(), family)
+    model.save_pretrained(tmp_path / "adapter")
+    folders = [tmp_path / name for name in ("base", "adapter", "merged")]
+    if family in RENAMED:
+        with pytest.raises(SELError, match=r"no counterpart in .*base"):
+            merge_checkpoint(*folders, progress=False)
+    else:
+        merge_checkpoint(*folders, progress=False)
+        merged = getattr(transformers, FAMILIES[family][0]).from_pretrained(folders[2], dtype=torch.bfloat16).eval()
+        assert torch.equal(logits(merged, family), adapted)
 
 
 @pytest.mark.parametrize("base_weight", ["keep", "drop"])
