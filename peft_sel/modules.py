@@ -111,12 +111,13 @@ class SELLinear(SELModule):
 def choose_layer_class(name: str, module: Any) -> type[SELModule]:
     """Return the SEL layer for a module; raise UnsupportedModuleError if there is none."""
     kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention) or kind == "NonDynamicallyQuantizableLinear":  # its out_proj
+        raise UnsupportedModuleError(name, kind, "torch.nn.MultiheadAttention reads weights without calling modules")
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         raise UnsupportedModuleError(name, kind, "it holds no parameter called weight")
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         raise UnsupportedModuleError(name, kind, "max_norm rewrites its weight while it runs")
-    # torch.nn.MultiheadAttention reads the weight of this kind of Linear itself
-    if type(module).forward is nn.Linear.forward and kind != "NonDynamicallyQuantizableLinear":
+    if type(module).forward is nn.Linear.forward:
         return SELLinear
     if type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, Conv1D.forward):
         return SELModule
