@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from peft_sel import SELConfig, SELError
 
 BATCH = 3
+EXPERTS = ["layer.gate_up_proj", "layer.down_proj"]
 
 
 class Wrapper(nn.Module):
@@ -78,7 +79,7 @@ LAYERS: dict[str, list[tuple[Callable[[], nn.Module], Callable[[], Any]]]] = {
     ],
     "quantised `Linear`": [(make_quantized, draw(32))],
     "`MultiheadAttention`": [(lambda: nn.MultiheadAttention(8, 2), draw(4, 8))],
-    "fused experts": [(make_experts, lambda: (draw(8)(), torch.zeros(BATCH, 1).long(), draw(1)()))],
+    "stacked experts": [(make_experts, lambda: (draw(8)(), torch.zeros(BATCH, 1).long(), draw(1)()))],
 }
 
 
@@ -94,14 +95,20 @@ class Case:
         return Wrapper(copy.deepcopy(self.layer)).eval()
 
     def adapted(self, changed: bool = True, **options: Any) -> Any:
-        model = get_peft_model(self.base(), SELConfig(target_modules=["layer"], init_weights=not changed, **options))
+        model = get_peft_model(self.base(), self.config(init_weights=not changed, **options))
         if changed:
             self.change(model, "default")
         return model.eval()
 
+    def config(self, **options: Any) -> SELConfig:
+        if isinstance(self.layer, Qwen3MoeExperts):
+            return SELConfig(target_modules=[], target_parameters=EXPERTS, **options)
+        return SELConfig(target_modules=["layer"], **options)
+
     @staticmethod
     def change(model: Any, adapter: str) -> None:
-        nn.init.normal_(model.base_model.model.layer.symexplin_residual_b[adapter])
+        for layer in model.base_model.sel_layers():
+            nn.init.normal_(layer.symexplin_residual_b[adapter])
 
     @torch.no_grad()
     def run(self, model: nn.Module, **options: Any) -> Tensor:
@@ -142,7 +149,7 @@ def disable(case: Case, _: Path) -> None:
 def make_two(case: Case) -> tuple[Any, dict[str, Tensor]]:
     """Make a model with two adapters, and its outputs with each and without."""
     model = case.adapted()
-    model.add_adapter("other", SELConfig(target_modules=["layer"], mode="congruent", init_weights=False))
+    model.add_adapter("other", case.config(mode="congruent", init_weights=False))
     case.change(model, "other")
     outputs = {"__base__": case.run(case.base())}
     for name in ("default", "other"):
@@ -194,7 +201,7 @@ def freeze_raw(case: Case, folder: Path) -> None:
 
 def drop_base(case: Case, _: Path) -> None:
     model = case.adapted(base_weight="drop")
-    assert model.base_model.model.layer.get_base_layer().weight.numel() == 0
+    assert all(layer.base_weight.numel() == 0 for layer in model.base_model.sel_layers())
     expected = case.run(model)
     with pytest.raises(SELError, match="base_weight='drop'"), model.disable_adapter():
         pass
