@@ -50,6 +50,19 @@ class SELModel(BaseTuner):
         """Yield the SEL layers of the model."""
         return iter_sel_layers(self.model)
 
+    def keep_effective_weights(self, enabled: bool) -> None:
+        """Choose whether evaluation (eval mode, no gradients) keeps effective weights between forward passes.
+
+        On from the start: generating text would otherwise compute every weight again for every token. What is kept
+        takes the memory of the converted weights once more, in the base model's dtype, until train() is called.
+
+        Args:
+            enabled: False computes the weights in each pass.
+        """
+        for layer in self.sel_layers():
+            layer.kept_weights.enabled = enabled
+            layer.kept_weights.clear()
+
     def inject_adapter(
         self,
         model: nn.Module,
