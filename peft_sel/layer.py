@@ -77,6 +77,7 @@ class SELLayer(BaseTunerLayer):
         self.merged_adapters = []
         self._disable_adapters = False
         self.kept_weights = KeptWeights()
+        self.keeps_weight_for_backward = False
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
         self._parameter_order = tuple(base_layer._parameters)
         self.in_features: int | None
@@ -217,16 +218,10 @@ class SELLayer(BaseTunerLayer):
         if adapter in self.symexplin_raw_frozen and not bool(torch.isfinite(self.base_weight).all()):
             raise NonFiniteWeightError(self.weight_name, int((~torch.isfinite(self.base_weight)).sum()))
 
-    def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
-
-        Args:
-            adapter: Name of an adapter of this layer.
-            dtype: Dtype of the result; None for the base layer's.
-
-        Returns:
-            w_eff in the base layer's layout.
-        """
+    def _fold_inputs(
+        self, adapter: str, dtype: torch.dtype | None = None
+    ) -> tuple[WeightSpec, Tensor, Tensor, Scales, tuple[Tensor, Tensor] | None]:
+        """Return what kernels.fold takes, with raw in the base layer's layout; dtype None is the base layer's."""
         config, scales = self.sel_config[adapter], self.scales(adapter)
         raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
         spec = WeightSpec(
@@ -240,7 +235,19 @@ class SELLayer(BaseTunerLayer):
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
         if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
             raise OffloadedError(self.module_name, f"adapter {adapter!r}")
-        return fold_weight(spec, raw, self.symexplin_beta[adapter], parts, residual, self.transposed)
+        return spec, raw, self.symexplin_beta[adapter], parts, residual
+
+    def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
+
+        Args:
+            adapter: Name of an adapter of this layer.
+            dtype: Dtype of the result; None for the base layer's.
+
+        Returns:
+            w_eff in the base layer's layout.
+        """
+        return fold_weight(*self._fold_inputs(adapter, dtype), self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Whether the adapter can be written as a LoRA: PEFT does that for linear layers only."""

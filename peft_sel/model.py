@@ -50,18 +50,20 @@ class SELModel(BaseTuner):
         """Yield the SEL layers of the model."""
         return iter_sel_layers(self.model)
 
-    def keep_effective_weights(self, enabled: bool) -> None:
-        """Choose whether evaluation (eval mode, no gradients) keeps effective weights between forward passes.
+    def keep_effective_weights(self, evaluation: bool = True, training: bool = False) -> None:
+        """Choose where effective weights are kept rather than computed again, for the layers there are now.
 
-        On from the start: generating text would otherwise compute every weight again for every token. What is kept
-        takes the memory of the converted weights once more, in the base model's dtype, until train() is called.
+        What is kept takes the memory of the converted weights once more, in the base model's dtype.
 
         Args:
-            enabled: False computes the weights in each pass.
+            evaluation: In eval mode without gradients, between forward passes until train() is called; the default,
+                since generating text would otherwise compute every weight for every token.
+            training: From forward to backward, by linear layers; saves the time to compute them once more.
         """
         for layer in self.sel_layers():
-            layer.kept_weights.enabled = enabled
+            layer.kept_weights.enabled = evaluation
             layer.kept_weights.clear()
+            layer.keeps_weight_for_backward = training
 
     def inject_adapter(
         self,

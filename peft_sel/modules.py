@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
 from peft_sel.errors import ConfigError, DroppedBaseError, MixedBatchError, UnsupportedModuleError
+from peft_sel.kernels import linear
 from peft_sel.layer import SELLayer
 
 BASE_ROWS = "__base__"  # PEFT's name, in adapter_names, for the untouched base
@@ -59,7 +60,7 @@ class SELModule(SELLayer, nn.Module):
         extra = [] if self.disable_adapters else self._active_unmerged()
         if not extra:
             return self.base_layer(x, *args, **kwargs)
-        return self._run(self.get_running_weight([*self.merged_adapters, *extra]), x)
+        return self._run_adapters([*self.merged_adapters, *extra], x)
 
     def _run_rows(self, x: Tensor, names: list[str]) -> Tensor:
         """Run the rows of each adapter with its effective weight, those of others with the base layer."""
@@ -78,6 +79,9 @@ class SELModule(SELLayer, nn.Module):
         ]
         order = torch.tensor([index for group in rows.values() for index in group], device=x.device)
         return torch.cat(results)[order.argsort()]
+
+    def _run_adapters(self, adapters: list[str], x: Tensor) -> Tensor:
+        return self._run(self.get_running_weight(adapters), x)
 
     def _run(self, weight: Tensor, x: Tensor) -> Tensor:
         base: Any = self.get_base_layer()
@@ -103,6 +107,11 @@ class SELModule(SELLayer, nn.Module):
 
 class SELLinear(SELModule):
     """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
+
+    def _run_adapters(self, adapters: list[str], x: Tensor) -> Tensor:
+        if len(adapters) > 1 or not torch.is_grad_enabled() or self.keeps_weight_for_backward:
+            return super()._run_adapters(adapters, x)
+        return linear(x, self.bias, *self._fold_inputs(adapters[0]))
 
     def _run(self, weight: Tensor, x: Tensor) -> Tensor:
         return nn.functional.linear(x, weight, self.bias)
