@@ -78,10 +78,8 @@ class SELParameter(SELLayer, nn.Module):
                 raise DroppedBaseError(f"running {self.module_name} without its adapter", self.base_dropped)
             if self.merged:
                 self.unmerge()
-        if self.disable_adapters or self.merged:
-            return None
-        adapters = [name for name in self.active_adapters if name in self.sel_config]
-        return self.get_combined_weight(adapters) if adapters else None
+        extra = [] if self.disable_adapters else self._active_unmerged()
+        return self.get_combined_weight([*self.merged_adapters, *extra]) if extra else None
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Say no: LoRA's own layers hold one matrix.

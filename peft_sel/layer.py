@@ -295,6 +295,9 @@ class SELLayer(BaseTunerLayer):
             setattr(base, self.parameter_name, self._unmerged.pop("weight"))
         self.merged_adapters.clear()
 
+    def _active_unmerged(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
+
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
         """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
         device, _ = super()._get_base_layer_device_and_dtype(base_layer)

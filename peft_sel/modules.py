@@ -94,9 +94,6 @@ class SELModule(SELLayer, nn.Module):
             result = base._conv_forward(x, weight, base.bias)
         return result
 
-    def _active_unmerged(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
-
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
 
