@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.conversion import PREFIX, StructuredScale, fold_weight, invert_at_start, resolve_beta, to_matrix
+from peft_sel.conversion import (
+    HOLDER_NAME,
+    PREFIX,
+    StructuredScale,
+    fold_weight,
+    invert_at_start,
+    resolve_beta,
+    to_matrix,
+)
 from peft_sel.errors import (
     BrokenMergeError,
     DroppedBaseError,
@@ -313,7 +321,7 @@ class SELLayer(BaseTunerLayer):
         module: Any = self
         if recurse:
             for name, child in module.named_children():
-                child._apply(fn if name == "base_layer" else keep_dtype)
+                child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
         for weight in self._unmerged.values():
             weight.data = fn(weight.data)
         return nn.Module._apply(module, fn, recurse=False)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
-from peft.utils import AuxiliaryTrainingWrapper, _get_submodules
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from peft_sel.config import SELConfig
-from peft_sel.conversion import PREFIX, matches_end
+from peft_sel.conversion import BIAS, PREFIX, matches_end
 from peft_sel.errors import (
     AdapterStateError,
     BrokenMergeError,
@@ -26,11 +26,11 @@ from peft_sel.errors import (
     SELError,
     list_names,
 )
-from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
+from peft_sel.experts import SELHolder, find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
 from peft_sel.loading import check_saved
 from peft_sel.mixed import route_rows
-from peft_sel.modules import check_tokens, choose_layer_class
+from peft_sel.modules import check_tokens, choose_layer_class, iter_layers, remove_adapter
 from peft_sel.targets import TARGET_MODULES
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -45,7 +45,7 @@ class SELModel(BaseTuner):
 
     def sel_layers(self) -> Iterator[SELLayer]:
         """Yield the SEL layers of the model."""
-        return _sel_layers(self.model)
+        return iter_layers(self.model)
 
     def inject_adapter(
         self,
@@ -74,9 +74,9 @@ class SELModel(BaseTuner):
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
-        if not any(_sel_layers(model)):
+        if not any(iter_layers(model)):
             self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        disabled = any(layer.disable_adapters for layer in _sel_layers(model))
+        disabled = any(layer.disable_adapters for layer in iter_layers(model))
         num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
@@ -89,11 +89,11 @@ class SELModel(BaseTuner):
         finally:
             self._progress.close()
         if disabled:  # so are the layers that are new
-            for layer in _sel_layers(model):
+            for layer in iter_layers(model):
                 layer.enable_adapters(False)
         if config.base_weight == "drop":
-            for layer in _sel_layers(model):
-                if adapter_name in layer.sel_config:
+            for layer in iter_layers(model):
+                if adapter_name in layer.sel_config and layer.sel_config[adapter_name].base_weight == "drop":
                     layer.drop_base_weight()
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
@@ -110,7 +110,9 @@ class SELModel(BaseTuner):
             raise AdapterStateError(
                 adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
             )
-        others = {name for layer in _sel_layers(model) for name in layer.sel_config}
+        if adapter_name == BIAS:  # saving another adapter, PEFT would leave out every tensor with it in its name
+            raise AdapterStateError(adapter_name, "has a name that names biases in saved adapters", "choose another")
+        others = {name for layer in iter_layers(model) for name in layer.sel_config}
         if adapter_name in others:
             raise AdapterStateError(
                 adapter_name, "is already in this model", "delete it first, or give the new one another name"
@@ -142,8 +144,9 @@ class SELModel(BaseTuner):
                 )
                 raise ConfigError("target_parameters", target, reason)
             names += found
+        biases = [f"{name}.{BIAS}" for name in names] if config.bias == "sel_only" else []
         for pattern in config.beta_pattern:
-            if names and not any(matches_end(pattern, name) for name in names):
+            if names and not any(matches_end(pattern, name) for name in (*names, *biases)):
                 raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
         check_tokens(model, config, names)
         return names
@@ -161,8 +164,8 @@ class SELModel(BaseTuner):
 
     def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
         """Take an adapter out again; with the last one, leave the model as it was before conversion."""
-        _remove_adapter(model, adapter_name)
-        if not any(_sel_layers(model)):
+        remove_adapter(model, adapter_name)
+        if not any(iter_layers(model)):
             for parameter, flag in self._flags_before:
                 parameter.requires_grad_(flag)
             model.__dict__.pop("peft_config", None)
@@ -191,6 +194,32 @@ class SELModel(BaseTuner):
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
+
+    def _check_new_adapter_config(self, config: PeftConfig) -> None:
+        """Refuse a second adapter with biases only where one trains the base's own: converted ones are apart."""
+        if any(getattr(other, BIAS, "none") == "all" for other in self.peft_config.values()):
+            super()._check_new_adapter_config(config)
+
+    def _mark_only_adapters_as_trainable(self, model: nn.Module) -> None:
+        """Freeze the base, its biases too where "sel_only" converts them: PEFT takes "..._only" as training these."""
+        super()._mark_only_adapters_as_trainable(model)
+        if not self._trains_base_biases():
+            for layer in iter_layers(model):
+                if isinstance(bias := getattr(layer.get_base_layer(), BIAS, None), nn.Parameter):
+                    bias.requires_grad_(False)
+
+    def _trains_base_biases(self) -> bool:
+        return any(getattr(self.peft_config[name], BIAS, "none") == "all" for name in self.active_adapters)
+
+    @classmethod
+    def _get_learnable_bias_state_dict(
+        cls, model: nn.Module, state_dict: dict[str, Tensor], config: Any
+    ) -> dict[str, Tensor]:
+        """Select the base biases to save: none where "sel_only" converts them."""
+        if config.bias == "sel_only":
+            return {}
+        biases: dict[str, Tensor] = super()._get_learnable_bias_state_dict(model, state_dict, config)
+        return biases
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
         """Put a module in another's place; one out of a holder or wrapper has no weight that PEFT has to carry over."""
@@ -226,7 +255,10 @@ class SELModel(BaseTuner):
     def disable_adapter_layers(self) -> None:
         """Run the base model until adapters are enabled again; an error where the base weights were dropped."""
         self._require_base("disable_adapter")
-        super().disable_adapter_layers()
+        if self._trains_base_biases():  # PEFT warns, of any biases
+            super().disable_adapter_layers()
+        else:
+            self._enable_adapter_layers(enabled=False)
 
     def _check_known(self, names: str | list[str] | None) -> None:
         known = list(self.peft_config)
@@ -332,25 +364,26 @@ class SELModel(BaseTuner):
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
         mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        # PEFT saves the base weight of a targeted lm_head along; loading it would overwrite a tied embedding.
-        mapped = {key: value for key, value in mapped.items() if not key.endswith(".base_layer.weight")}
+        # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
+        copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
+        mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
         try:
             state = model.state_dict()
             own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
             check_saved(
                 own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
             )
-            for layer in _sel_layers(model):
+            for layer in iter_layers(model):
                 layer.check_base_is_finite(adapter_name)
         except SELError:
-            layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
+            layers = [layer for layer in iter_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):
                 model.peft_config.pop(adapter_name, None)
                 tuner = getattr(model, "base_model", None)
                 if isinstance(tuner, SELModel):
                     tuner._roll_back(tuner.model, adapter_name)
                 else:
-                    _remove_adapter(model, adapter_name)
+                    remove_adapter(model, adapter_name)
             raise
         return mapped
 
@@ -360,30 +393,3 @@ def _makes_meta_parameters() -> bool:
     probe = nn.Module()
     probe.parameter = nn.Parameter(torch.empty(0))
     return probe.parameter.device.type == "meta"
-
-
-def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
-    return (module for module in model.modules() if isinstance(module, SELLayer))
-
-
-def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter out of every layer and wrapper, and those without adapters out of the model."""
-    for layer in list(_sel_layers(model)):
-        if adapter_name in layer.sel_config:
-            layer.discard_adapter(adapter_name)
-    for name, module in reversed(list(model.named_modules())):  # what lies inside a holder first
-        replacement: Any = None
-        if isinstance(module, SELHolder):
-            module.remove_empty()
-            replacement = None if module.sel_parameters else module.base_layer
-        elif isinstance(module, SELLayer) and not isinstance(module, SELParameter):
-            replacement = None if module.sel_config else module.base_layer
-        elif isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters:
-            if module._adapters == {adapter_name}:
-                replacement = module.original_module
-            else:
-                active = [other for other in module.active_adapters if other != adapter_name]
-                module.delete_adapter(adapter_name, new_active_adapters=active)
-        if replacement is not None:
-            parent, _, child_name = _get_submodules(model, name)
-            setattr(parent, child_name, replacement)
