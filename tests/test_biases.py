@@ -172,8 +172,8 @@ def test_model_merges_without_a_bit_of_difference(family, options):
     model.unmerge_adapter()
     assert torch.equal(logits(model), adapted)
     if options == {"base_weight": "drop"}:
-        kept = model.base_model.model.state_dict()
-        assert all(torch.equal(bits(kept[name]), bits(state[name])) for name in state.keys() & kept.keys())
+        for layer in bias_layers(model):  # small, and kept
+            assert torch.equal(bits(layer.base_weight), bits(state[layer.module_name]))
         with pytest.raises(SELError, match="disable_adapter"), model.disable_adapter():
             pass
     else:
@@ -268,6 +268,14 @@ def test_adapters_with_other_settings_of_bias():
     model.delete_adapter("default")
     assert torch.equal(logits(model), alone["third"])
     assert_same_bits(model.unload().state_dict(), state)
+
+
+def test_a_bias_joins_the_active_adapter_whatever_its_name():
+    base = nn.Linear(4, 6)
+    layer = choose_layer_class("x", base)(base, "mine", SELConfig(bias="sel_only", r=0, init_weights=False), name="x")
+    inputs = torch.randn(2, 4)
+    own = [layer.get_effective_weight("mine"), layer.bias_layer.get_effective_weight("mine")]
+    assert torch.equal(layer(inputs), nn.functional.linear(inputs, *own))
 
 
 @pytest.mark.parametrize("kind", BIASED_KINDS)

@@ -91,6 +91,11 @@ def test_a_targeted_head_with_a_bias(tmp_path):
     model.merge_and_unload().save_pretrained(tmp_path / "in_memory")
     assert_same_bits(load_sorted(tmp_path / "out"), load_sorted(tmp_path / "in_memory"))
     assert torch.equal(logits(load_base(tmp_path, "out")), adapted)
+    other = load_base(tmp_path)
+    other.lm_head.bias.data += 1
+    expected = other.lm_head.bias.detach().clone()
+    unloaded = PeftModel.from_pretrained(other, tmp_path / "adapter").unload()
+    assert torch.equal(unloaded.lm_head.bias, expected)  # the file's copy is not loaded
 
 
 def test_two_adapters_are_saved_apart(tmp_path):
