@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.conversion import PREFIX, StructuredScale, fold_weight, invert_at_start, resolve_beta, to_matrix
+from peft_sel.conversion import (
+    HOLDER_NAME,
+    PREFIX,
+    StructuredScale,
+    fold_weight,
+    invert_at_start,
+    resolve_beta,
+    to_matrix,
+)
 from peft_sel.errors import (
     BrokenMergeError,
     DroppedBaseError,
@@ -340,6 +348,9 @@ class SELLayer(BaseTunerLayer):
             setattr(base, self.parameter_name, self._unmerged.pop("weight"))
         self.merged_adapters.clear()
 
+    def _active_unmerged(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
+
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
         """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
         device, _ = super()._get_base_layer_device_and_dtype(base_layer)
@@ -356,7 +367,7 @@ class SELLayer(BaseTunerLayer):
         self.kept_weights.clear()
         if recurse:
             for name, child in module.named_children():
-                child._apply(fn if name == "base_layer" else keep_dtype)
+                child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
         for weight in self._unmerged.values():
             weight.data = fn(weight.data)
         return nn.Module._apply(module, fn, recurse=False)
