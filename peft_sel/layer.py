@@ -149,7 +149,7 @@ class SELLayer(BaseTunerLayer):
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
         _check_readable(self.module_name, self.get_base_layer(), weight, convert)
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
-        device = weight.device
+        device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:
             raw, report = invert_at_start(config, beta, weight, self.weight_name)
             self.inversion_report[adapter] = report
