@@ -28,7 +28,7 @@ from peft_sel.errors import (
 )
 from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
-from peft_sel.loading import check_saved
+from peft_sel.loading import check_multipliers, check_saved
 from peft_sel.mixed import route_rows
 from peft_sel.modules import check_tokens, choose_layer_class
 from peft_sel.targets import TARGET_MODULES
@@ -318,12 +318,13 @@ class SELModel(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        """Select what belongs to an adapter, for saving; refuse what is not in memory."""
+        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value."""
         own: dict[str, Tensor] = super()._get_adapter_state_dict(
             model, config, adapter_name, state_dict, unwanted_adapter_names
         )
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
+        check_multipliers(config, own, adapter_name)
         return own
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -71,10 +69,6 @@ class StructuredScale(nn.Module):
             MultiplierSignError: If it has.
         """
         check_sign(self.config, {part: getattr(self, part) for part in self.part_names}, name)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.check_sign(prefix.partition(f".{PREFIX}")[0])
-        super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
 def _divisor(config: ResolvedScale, beta: Tensor) -> Tensor:

@@ -14,15 +14,13 @@ import torch
 from models import assert_same_bits, clone_state, make_tiny
 from moe import convert_moe, make_moe
 from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from test_layer import make_layer
-from test_merge import ADAPTER_FILE, load_all, logits_of, make_adapter, save_base
+from test_merge import load_all, logits_of, make_adapter, save_base
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from peft_sel import ScaleConfig, SELConfig, SELError, SELLayer, merge_checkpoint, sel_param_groups
 from peft_sel.checkpoint.inspect import inspect_checkpoint
-from peft_sel.errors import MultiplierSignError
 from peft_sel.modules import SELLinear
 from peft_sel.numerics import expand_parts
 from peft_sel.training import collect_scale_means
@@ -253,62 +251,11 @@ def test_logarithms_start_where_the_spec_says(pattern: str) -> None:
         assert value.tolist() == pytest.approx([math.log(0.5) / share] * len(value), rel=1e-15)
 
 
-def reach(layer: SELLinear, value: float) -> None:
-    """Bring the smallest value of the inner multiplier to value, by one of its parts."""
-    scale = layer.scales("default")["inner_multiplier"]
-    with torch.no_grad():
-        for part, shift in (("value", 0.0), ("row", 0.0), ("column", 0.0), ("base", 0.0)):
-            if part in scale.part_names:
-                getattr(scale, part)[-1] = value + shift
-                return
-
-
-@pytest.mark.parametrize("pattern", reference.PATTERNS)
-def test_a_multiplier_that_reaches_zero_is_named_when_it_is_logged_saved_or_merged(pattern: str) -> None:
-    model = nn.Sequential(make_layer(inner_multiplier=pattern, normalize_by_inner_mult=True))
-    layer = model[0]
-    for bad in (0.0, -0.5):
-        reach(layer, 0.5)
-        model.state_dict(), collect_scale_means(model), layer.merge(), layer.unmerge()
-        reach(layer, bad)
-        before = layer.get_base_layer().weight
-        for action in (model.state_dict, lambda: collect_scale_means(model), layer.merge):
-            with pytest.raises(MultiplierSignError, match=r"inner multiplier to (-0.5|0|-0).*log_curvature"):
-                action()
-        assert layer.get_base_layer().weight is before and not layer.merged
-    with pytest.raises(MultiplierSignError, match=r"^block\.proj\.weight: "):
-        layer.merge()
-
-
-def test_multipliers_that_are_not_divided_by_or_are_logarithms_may_be_negative() -> None:
-    for options in (
-        {},
-        {"log_curvature": True, "normalize_by_inner_mult": True},
-        {"inner_multiplier": ScaleConfig("row", transform="exp"), "normalize_by_inner_mult": True},
-    ):
-        layer = make_layer(**options)
-        reach(layer, -1.0)
-        layer.state_dict()
-        layer.merge(safe_merge=True)
-
-
-def test_a_file_whose_multiplier_reached_zero_is_refused_and_nothing_is_written(tmp_path: Path, base: Path) -> None:
-    adapter = make_adapter(base, tmp_path / "adapter", steps=0, normalize_by_inner_mult=True).folder
-    tensors = load_file(adapter / ADAPTER_FILE)
-    tensors["base_model.model.model.layers.1.mlp.up_proj.symexplin_inner_multiplier.column"][3] = -0.25
-    save_file(tensors, adapter / ADAPTER_FILE, metadata={"format": "pt"})
-    with pytest.raises(MultiplierSignError, match=r"layers\.1\.mlp\.up_proj.*-0.25"):
-        merge_checkpoint(base, adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_saving_names_the_module(tmp_path: Path) -> None:
-    model = get_peft_model(make_tiny(), SELConfig(normalize_by_inner_mult=True))
-    layer = next(module for module in model.modules() if isinstance(module, SELLayer))
-    reach(layer, -2.0)
-    with pytest.raises(MultiplierSignError, match=r"model\.layers\.0\.self_attn\.q_proj: "):
-        model.save_pretrained(tmp_path / "adapter")
-    assert not (tmp_path / "adapter" / ADAPTER_FILE).exists()
+@every_option
+def test_logged_means_start_at_one(name: str) -> None:
+    """Relative to where each scale starts: the values after logarithms and constant factors, not the parameters."""
+    means = collect_scale_means(get_peft_model(make_tiny(), SELConfig(**OPTIONS[name])))
+    assert means and all(abs(mean - 1) <= 1e-5 for mean in means.values()), means
 
 
 @pytest.mark.parametrize("log", [False, True])
