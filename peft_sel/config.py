@@ -73,7 +73,7 @@ class SELConfig(PeftConfig):
         normalizer: "folded" starts exp_scale and linear_scale at 1/beta and 1/max(beta, 7.5); "fixed" keeps these as
             constant factors and starts them at 1: the same function, and other steps under Adam.
         shift: s, likewise; None (the default) leaves it out. A trained shift makes the map jump at 0.
-        offset: n, likewise; None (the default) leaves it out.
+        offset: n, likewise; None (the default) leaves it out (damped: fixes it at 0.5).
         r: Rank of the residual added in weight space; 0 for none.
         residual_alpha: The residual is scaled by residual_alpha / r; None for r, that is 1.
         residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta.
