@@ -28,10 +28,11 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from peft_sel import SELConfig, create_sel_optimizer
-from peft_sel.conversion import StructuredScale, invert_at_start
+from peft_sel.conversion import invert_at_start
 from peft_sel.demo import prepare_checkpoint
 from peft_sel.kernels import use_backend
 from peft_sel.numerics import auto_beta, effective_weight, expand_parts
+from peft_sel.structured import StructuredScale
 from peft_sel.targets import DENSE_TARGETS
 
 SEQUENCE = 512  # tokens; a step of more tokens has more sequences
@@ -96,7 +97,7 @@ class PlainFormula(nn.Module):
         self.raw, _ = invert_at_start(config, self.beta, weight, "weight")
 
     def forward(self, raw: Tensor) -> Tensor:
-        scales = {name: expand_parts(scale.pattern, scale.parts()) for name, scale in self.scales.items()}
+        scales = {name: expand_parts(scale.pattern, scale.parts(self.beta)) for name, scale in self.scales.items()}
         with torch.autocast(raw.device.type, enabled=False):
             return effective_weight(raw, **scales, beta=self.beta, mode=self.mode).bfloat16()
 

@@ -14,6 +14,7 @@ from peft_sel.conversion import BIAS, PREFIX
 from peft_sel.errors import AdapterMismatchError, AdapterStateError, BrokenMergeError, ConfigError, list_names
 from peft_sel.layer import SELLayer
 from peft_sel.removal import iter_sel_layers
+from peft_sel.structured import check_sign
 
 
 def check_saved(
@@ -61,6 +62,29 @@ def check_saved(
     for key, value in saved.items():
         if key.endswith(f".{PREFIX}beta") and not bool(((value > 0) & value.isfinite()).all()):
             raise ConfigError("beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken")
+
+
+def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) -> None:
+    """Raise if an adapter to be saved is divided by an inner multiplier that has reached 0.
+
+    Args:
+        config: The adapter's SELConfig.
+        state: Its tensors, by the model's keys.
+        adapter_name: Name of the adapter.
+
+    Raises:
+        MultiplierSignError: If it is.
+    """
+    scale = config.scale_configs().get("inner_multiplier")
+    if scale is None or not scale.divides:
+        return
+    modules: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        module, found, part = key.partition(f".{PREFIX}inner_multiplier.{adapter_name}.")
+        if found:
+            modules.setdefault(module, {})[part] = tensor
+    for module, parts in modules.items():
+        check_sign(scale, parts, module.removeprefix("base_model.model."))
 
 
 def _describe(tensor: Tensor) -> str:

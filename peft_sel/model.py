@@ -14,7 +14,14 @@ from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from peft_sel.checks import check_can_add, check_found, check_merged_is_finite, check_saved, check_tokens
+from peft_sel.checks import (
+    check_can_add,
+    check_found,
+    check_merged_is_finite,
+    check_multipliers,
+    check_saved,
+    check_tokens,
+)
 from peft_sel.conversion import BIAS, PREFIX, matches_end
 from peft_sel.errors import (
     AdapterStateError,
@@ -341,12 +348,13 @@ class SELModel(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        """Select what belongs to an adapter, for saving; refuse what is not in memory."""
+        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value."""
         own: dict[str, Tensor] = super()._get_adapter_state_dict(
             model, config, adapter_name, state_dict, unwanted_adapter_names
         )
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
+        check_multipliers(config, own, adapter_name)
         return own
 
     @classmethod

@@ -113,7 +113,7 @@ def test_gradients_are_the_oracles(kind, mode):
     channels = -1 if kind in ("linear", "Conv1D") else 1
     pulled = direction.movedim(channels, -1).reshape(-1, bias.out_features).sum(0)
     raw = bias.symexplin_raw["default"]
-    parts = {name: scale.parts() for name, scale in bias.scales("default").items()}
+    parts = {name: scale.parts(bias.symexplin_beta["default"]) for name, scale in bias.scales("default").items()}
     values = {name: next(iter(part.values())).detach() for name, part in parts.items()}
     arguments = [values[name] for name in reference.SCALES]
     beta = float(bias.symexplin_beta["default"])
@@ -128,7 +128,7 @@ def test_gradients_are_the_oracles(kind, mode):
     torch.testing.assert_close(raw.grad, torch.tensor(expected["raw"].astype(float)), **tolerance)
     for name, scale in bias.scales("default").items():
         gradient = torch.tensor(expected[name].astype(float))
-        gradient = gradient * values[name] if scale.transform == "exp" else gradient
+        gradient = gradient * values[name] if scale.config.transform == "exp" else gradient
         wanted = gradient if scale.pattern == "row" else gradient.sum(0, keepdim=True)
         torch.testing.assert_close(next(scale.parameters()).grad, wanted, **tolerance)
 
