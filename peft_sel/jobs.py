@@ -178,7 +178,7 @@ def load_model(recipe: Recipe) -> PeftModel:
     if section.config is not None and (frozen := _list_random_and_frozen(converted)):
         warnings.warn(
             f"{list_names(frozen)} stay at their random values; train them plainly with sel.modules_to_save, as in "
-            "[embed_tokens, lm_head, norm]",
+            "[embed_tokens, lm_head, norm] (and tie_word_embeddings: false), or convert them with sel.target_modules",
             stacklevel=2,
         )
     return converted
@@ -187,7 +187,8 @@ def load_model(recipe: Recipe) -> PeftModel:
 def _list_random_and_frozen(model: nn.Module) -> list[str]:
     """Return the parameters that neither train nor have an adapter or a copy that does."""
     covered = (".base_layer.", ".original_module.")
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    named = model.named_parameters(remove_duplicate=False)  # a head that is tied to an embedding counts for itself
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
     return [name for name in frozen if PREFIX not in name and not any(part in name for part in covered)]
 
 
