@@ -19,7 +19,7 @@ help:
 	@echo "make test         the default tests, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
-	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two minutes)"
+	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two to three minutes)"
 	@echo "make test-lowest  the default tests on the lowest versions that setup.cfg allows (downloads 3 GB)"
 	@echo "make clean        remove the virtual environments and tool caches"
 

@@ -225,6 +225,18 @@ class SELConfig(PeftConfig):
             raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
 
     def _check_combinations(self) -> None:
+        for name in ("layers_to_transform", "layers_pattern") if isinstance(self.target_modules, str) else ():
+            if getattr(self, name) not in (None, []):
+                raise ConfigError(
+                    name,
+                    getattr(self, name),
+                    f"`{name}` cannot be used when `target_modules` is a str; name the modules in a list, or the "
+                    "layers in the regex",
+                )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ConfigError(
+                "layers_pattern", self.layers_pattern, "has no effect without layers_to_transform; set that, too"
+            )
         if self.base_weight == "drop" and not self.train_raw:
             raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
         if self.draws_targets and not self.train_raw:
@@ -339,11 +351,10 @@ def _check_version(made_by: str | None) -> str:
 
 
 def write_card(folder: Path, base_model: str | None) -> None:
-    """Put the section that says how to load and merge the adapter on top of the folder's README.md, once."""
+    """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
     path = folder / "README.md"
     card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
-    if CARD_HEADING in card.text:
-        return
+    card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
     base = base_model or "BASE_MODEL"
     section = f"""{CARD_HEADING}
 
@@ -361,5 +372,6 @@ plain = model.merge_and_unload()  # an ordinary model: save it and load it anywh
 
 Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
 """
-    card.text = f"\n{section}\n{card.text.lstrip()}"
+    if CARD_HEADING not in card.text:
+        card.text = f"\n{section}\n{card.text.lstrip()}"
     card.save(path)

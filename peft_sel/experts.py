@@ -81,7 +81,7 @@ class SELParameter(SELLayer, nn.Module):
         if self.disable_adapters or self.merged:
             return None
         adapters = [name for name in self.active_adapters if name in self.sel_config]
-        return self.get_combined_weight(adapters) if adapters else None
+        return self.get_running_weight(adapters) if adapters else None
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Say no: LoRA's own layers hold one matrix.

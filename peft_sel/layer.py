@@ -29,6 +29,7 @@ from peft_sel.errors import (
     OffloadedError,
     UnsupportedModuleError,
 )
+from peft_sel.kept import KeptWeights
 from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
 
@@ -38,6 +39,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _refresh_after_load(layer: SELLayer, _: Any) -> None:
     """Recompute what follows from loaded values: the starts of the scales, and the raw weight of frozen adapters."""
+    layer.kept_weights.clear()
     for adapter, beta in layer.symexplin_beta.items():
         for scale in layer.scales(adapter).values():
             scale.reset_start(beta)
@@ -82,6 +84,7 @@ class SELLayer(BaseTunerLayer):
         self.frozen_peft_weight_names = {}
         self.merged_adapters = []
         self._disable_adapters = False
+        self.kept_weights = KeptWeights()
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
         self._parameter_order = tuple(base_layer._parameters)
         self.in_features: int | None
@@ -187,6 +190,7 @@ class SELLayer(BaseTunerLayer):
 
     def discard_adapter(self, adapter: str) -> None:
         """Forget an adapter without choosing a new active one."""
+        self.kept_weights.clear()
         for attribute in (*self.adapter_layer_names, *self.other_param_names):
             container = getattr(self, attribute)
             if adapter in container:
@@ -197,11 +201,13 @@ class SELLayer(BaseTunerLayer):
         """Whether no parameter of the adapter was written to since its conversion."""
         return self._fresh_versions.get(adapter) == self._versions(adapter)
 
-    def _versions(self, adapter: str) -> list[tuple[int, int]]:
+    def _tensors(self, adapter: str) -> list[Tensor]:
         entries = (getattr(self, attribute) for attribute in self.adapter_layer_names)
         values = [entry[adapter] for entry in entries if adapter in entry]
-        tensors = [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
-        return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        return [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
+
+    def _versions(self, adapter: str) -> list[tuple[int, int]]:
+        return [(id(t), 0 if t.is_inference() else t._version) for t in self._tensors(adapter)]
 
     @torch.no_grad()
     def _perturb(self, adapter: str) -> None:
@@ -266,6 +272,37 @@ class SELLayer(BaseTunerLayer):
         deltas = torch.stack([self.get_delta_weight(adapter) for adapter in adapters])
         return (self.base_weight + deltas.sum(0)).to(self.base_weight.dtype)
 
+    def get_running_weight(self, adapters: list[str]) -> Tensor:
+        """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
+
+        In eval mode without gradients the weight is kept until train(), a load, a merge, a move, or a write to one of
+        its parameters. A write through .data goes unseen: call train() and eval() after it.
+
+        Args:
+            adapters: Adapters to run with.
+
+        Returns:
+            The weight in the base layer's layout.
+        """
+        module: Any = self
+        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.get_combined_weight(adapters)
+        sources = [self.base_weight, *(tensor for adapter in adapters for tensor in self._tensors(adapter))]
+        return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training or eval mode, and forget kept weights.
+
+        Args:
+            mode: Whether to train.
+
+        Returns:
+            The layer.
+        """
+        self.kept_weights.clear()
+        module: Any = self
+        return nn.Module.train(module, mode)
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put the effective weight in the place of the base weight, which is kept aside for unmerge.
 
@@ -284,6 +321,7 @@ class SELLayer(BaseTunerLayer):
             merged = self.get_combined_weight([*self.merged_adapters, *new])
         if safe_merge and not bool(torch.isfinite(merged).all()):
             raise BrokenMergeError(self.weight_name, new)
+        self.kept_weights.clear()
         self._unmerged.setdefault("weight", getattr(base, self.parameter_name))
         # A new Parameter, never .data: a tied embedding keeps its own weight.
         setattr(base, self.parameter_name, nn.Parameter(merged, requires_grad=False))
@@ -318,6 +356,7 @@ class SELLayer(BaseTunerLayer):
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         module: Any = self
+        self.kept_weights.clear()
         if recurse:
             for name, child in module.named_children():
                 child._apply(fn if name == "base_layer" else keep_dtype)

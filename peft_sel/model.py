@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
-from peft.utils import AuxiliaryTrainingWrapper, _get_submodules
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,14 +23,18 @@ from peft_sel.errors import (
     DroppedBaseError,
     OffloadedError,
     SELError,
+    UnsupportedModuleError,
     list_names,
 )
-from peft_sel.experts import SELHolder, SELParameter, find_parameters, find_untouched_experts, is_internal, place_holder
+from peft_sel.experts import find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
 from peft_sel.loading import check_saved
 from peft_sel.mixed import route_rows
-from peft_sel.modules import check_tokens, choose_layer_class
-from peft_sel.targets import TARGET_MODULES
+from peft_sel.modules import SELModule, check_tokens, choose_layer_class
+from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
+from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
+from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
 
@@ -45,7 +48,20 @@ class SELModel(BaseTuner):
 
     def sel_layers(self) -> Iterator[SELLayer]:
         """Yield the SEL layers of the model."""
-        return _sel_layers(self.model)
+        return iter_sel_layers(self.model)
+
+    def keep_effective_weights(self, enabled: bool) -> None:
+        """Choose whether evaluation (eval mode, no gradients) keeps effective weights between forward passes.
+
+        On from the start: generating text would otherwise compute every weight again for every token. What is kept
+        takes the memory of the converted weights once more, in the base model's dtype, until train() is called.
+
+        Args:
+            enabled: False computes the weights in each pass.
+        """
+        for layer in self.sel_layers():
+            layer.kept_weights.enabled = enabled
+            layer.kept_weights.clear()
 
     def inject_adapter(
         self,
@@ -75,9 +91,9 @@ class SELModel(BaseTuner):
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
-        if not any(_sel_layers(model)):
+        if not any(iter_sel_layers(model)):
             self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        disabled = any(layer.disable_adapters for layer in _sel_layers(model))
+        disabled = any(layer.disable_adapters for layer in iter_sel_layers(model))
         num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
@@ -90,10 +106,10 @@ class SELModel(BaseTuner):
         finally:
             self._progress.close()
         if disabled:  # so are the layers that are new
-            for layer in _sel_layers(model):
+            for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
         if config.base_weight == "drop":
-            for layer in _sel_layers(model):
+            for layer in iter_sel_layers(model):
                 if adapter_name in layer.sel_config:
                     layer.drop_base_weight()
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
@@ -111,7 +127,7 @@ class SELModel(BaseTuner):
             raise AdapterStateError(
                 adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
             )
-        others = {name for layer in _sel_layers(model) for name in layer.sel_config}
+        others = {name for layer in iter_sel_layers(model) for name in layer.sel_config}
         if adapter_name in others:
             raise AdapterStateError(
                 adapter_name, "is already in this model", "delete it first, or give the new one another name"
@@ -150,10 +166,17 @@ class SELModel(BaseTuner):
         return names
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        """Fill in the model type's default target_modules; parameters alone will do where there is none."""
+        """Fill in the default targets; PEFT does not apply layers_to_transform to a default that is a regex."""
         if peft_config.target_parameters and model_config.get("model_type") not in self.target_module_mapping:
-            return peft_config
-        return super()._prepare_adapter_config(peft_config, model_config)
+            return peft_config  # parameters alone will do
+        chosen = peft_config.target_modules is not None
+        config: Any = super()._prepare_adapter_config(peft_config, model_config)
+        if not chosen and isinstance(config.target_modules, str) and config.layers_to_transform is not None:
+            config.target_modules = restrict_to_layers(
+                config.target_modules, config.layers_to_transform, config.layers_pattern
+            )
+            config.layers_to_transform = config.layers_pattern = None
+        return config
 
     @staticmethod
     def _check_target_module_exists(peft_config: Any, key: str) -> Any:
@@ -162,8 +185,8 @@ class SELModel(BaseTuner):
 
     def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
         """Take an adapter out again; with the last one, leave the model as it was before conversion."""
-        _remove_adapter(model, adapter_name)
-        if not any(_sel_layers(model)):
+        remove_adapter(model, adapter_name)
+        if not any(iter_sel_layers(model)):
             for parameter, flag in self._flags_before:
                 parameter.requires_grad_(flag)
             model.__dict__.pop("peft_config", None)
@@ -185,20 +208,24 @@ class SELModel(BaseTuner):
         elif isinstance(target, SELLayer):
             target.update_layer(adapter_name, peft_config, **options)
         else:
-            module = choose_layer_class(current_key, target)(
-                target, adapter_name, peft_config, name=current_key, **options
-            )
+            owner: Any = type(parent)
+            if reads_weight_itself(owner, target_name):
+                reason = f"{owner.__name__} reads its weight without calling the module"
+                raise UnsupportedModuleError(current_key, type(target).__name__, reason)
+            if check_dequantizable(current_key, target):
+                options["dtype"] = getattr(self.model, "dtype", None)
+                layer_class: type[SELModule] = SELQuantizedLinear
+            else:
+                layer_class = choose_layer_class(current_key, target)
+            module = layer_class(target, adapter_name, peft_config, name=current_key, **options)
             if adapter_name not in self.active_adapters:
                 module.requires_grad_(False)
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
 
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: Any) -> None:
-        """Put a module in another's place; one out of a holder or wrapper has no weight that PEFT has to carry over."""
-        if isinstance(child, (SELHolder, AuxiliaryTrainingWrapper)):
-            setattr(parent, child_name, new_module)
-        else:
-            super()._replace_module(parent, child_name, new_module, child)
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        """Put a module in the place of another; PEFT's version fails on a saved module without a weight of its own."""
+        setattr(parent, child_name, new_module)
 
     def _hidden_size(self) -> int | None:
         config: Any = getattr(self.model, "config", None)
@@ -300,7 +327,11 @@ class SELModel(BaseTuner):
         while True:  # what lies inside a holder comes to light when the holder is gone
             super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
             if not any(self.sel_layers()):
-                return self.model
+                break
+        if merge:
+            keep_parted_weights_apart(self.model)
+            settle_quantization(self.model)
+        return self.model
 
     @torch.no_grad()
     def _check_finite(self, adapter_names: list[str] | None) -> None:
@@ -341,17 +372,17 @@ class SELModel(BaseTuner):
             check_saved(
                 own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
             )
-            for layer in _sel_layers(model):
+            for layer in iter_sel_layers(model):
                 layer.check_base_is_finite(adapter_name)
         except SELError:
-            layers = [layer for layer in _sel_layers(model) if adapter_name in layer.sel_config]
+            layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):
                 model.peft_config.pop(adapter_name, None)
                 tuner = getattr(model, "base_model", None)
                 if isinstance(tuner, SELModel):
                     tuner._roll_back(tuner.model, adapter_name)
                 else:
-                    _remove_adapter(model, adapter_name)
+                    remove_adapter(model, adapter_name)
             raise
         return mapped
 
@@ -361,30 +392,3 @@ def _makes_meta_parameters() -> bool:
     probe = nn.Module()
     probe.parameter = nn.Parameter(torch.empty(0))
     return probe.parameter.device.type == "meta"
-
-
-def _sel_layers(model: nn.Module) -> Iterator[SELLayer]:
-    return (module for module in model.modules() if isinstance(module, SELLayer))
-
-
-def _remove_adapter(model: nn.Module, adapter_name: str) -> None:
-    """Take an adapter out of every layer and wrapper, and those without adapters out of the model."""
-    for layer in list(_sel_layers(model)):
-        if adapter_name in layer.sel_config:
-            layer.discard_adapter(adapter_name)
-    for name, module in reversed(list(model.named_modules())):  # what lies inside a holder first
-        replacement: Any = None
-        if isinstance(module, SELHolder):
-            module.remove_empty()
-            replacement = None if module.sel_parameters else module.base_layer
-        elif isinstance(module, SELLayer) and not isinstance(module, SELParameter):
-            replacement = None if module.sel_config else module.base_layer
-        elif isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters:
-            if module._adapters == {adapter_name}:
-                replacement = module.original_module
-            else:
-                active = [other for other in module.active_adapters if other != adapter_name]
-                module.delete_adapter(adapter_name, new_active_adapters=active)
-        if replacement is not None:
-            parent, _, child_name = _get_submodules(model, name)
-            setattr(parent, child_name, replacement)

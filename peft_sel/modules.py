@@ -59,7 +59,7 @@ class SELModule(SELLayer, nn.Module):
         extra = [] if self.disable_adapters else self._active_unmerged()
         if not extra:
             return self.base_layer(x, *args, **kwargs)
-        return self._run(self.get_combined_weight([*self.merged_adapters, *extra]), x)
+        return self._run(self.get_running_weight([*self.merged_adapters, *extra]), x)
 
     def _run_rows(self, x: Tensor, names: list[str]) -> Tensor:
         """Run the rows of each adapter with its effective weight, those of others with the base layer."""
@@ -73,7 +73,7 @@ class SELModule(SELLayer, nn.Module):
         if BASE_ROWS in rows and self.base_dropped is not None:
             raise DroppedBaseError(f"running rows of {self.module_name} without its adapter", self.base_dropped)
         results = [
-            self.base_layer(x[group]) if name == BASE_ROWS else self._run(self.get_effective_weight(name), x[group])
+            self.base_layer(x[group]) if name == BASE_ROWS else self._run(self.get_running_weight([name]), x[group])
             for name, group in rows.items()
         ]
         order = torch.tensor([index for group in rows.values() for index in group], device=x.device)
@@ -111,12 +111,13 @@ class SELLinear(SELModule):
 def choose_layer_class(name: str, module: Any) -> type[SELModule]:
     """Return the SEL layer for a module; raise UnsupportedModuleError if there is none."""
     kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention) or kind == "NonDynamicallyQuantizableLinear":  # its out_proj
+        raise UnsupportedModuleError(name, kind, "torch.nn.MultiheadAttention reads weights without calling modules")
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         raise UnsupportedModuleError(name, kind, "it holds no parameter called weight")
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         raise UnsupportedModuleError(name, kind, "max_norm rewrites its weight while it runs")
-    # torch.nn.MultiheadAttention reads the weight of this kind of Linear itself
-    if type(module).forward is nn.Linear.forward and kind != "NonDynamicallyQuantizableLinear":
+    if type(module).forward is nn.Linear.forward:
         return SELLinear
     if type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, Conv1D.forward):
         return SELModule

@@ -187,6 +187,8 @@ class UnknownEmbedding(nn.Embedding):
         (nn.Embedding(4, 3, max_norm=1.0), "is a Embedding .*max_norm"),
         (UnknownEmbedding(4, 3), "is a UnknownEmbedding"),
         (nn.ConvTranspose1d(4, 3, 2), "is a ConvTranspose1d"),
+        (nn.MultiheadAttention(4, 2), "is a MultiheadAttention .*reads weights without calling modules"),
+        (nn.MultiheadAttention(4, 2).out_proj, "is a NonDynamicallyQuantizableLinear .*without calling modules"),
     ],
 )
 def test_other_modules_are_refused(module, match):

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -349,6 +350,7 @@ def test_model_card_says_import(tmp_path):
     for _ in range(2):
         model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
+    assert "symexplin" in ModelCard.load(tmp_path / "README.md").data.tags
     assert card.count("import peft_sel  #") == 1
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "SYMEXPLIN"
 

@@ -106,6 +106,29 @@ CASES: dict[str, dict[str, list[Any]]] = {
         "TOKEN_CLS_CONFIGS": make_task_rows("TOKEN_CLS"),
         "QA_CONFIGS": make_task_rows("QUESTION_ANS"),
     },
+    "test_low_level_api": {
+        "test_inject_from_state_dict_and_from_config_target_same_layers": [SELConfig(), SELConfig(train_raw=False)],
+    },
+    "test_other": {
+        "test_self_targeting_is_ignored": [(SELConfig, {"target_modules": f"l{index}.*"}) for index in (1, 2)],
+    },
+    "test_tuners_utils": {},
+    "test_vision_models": {
+        "test_model_with_batchnorm_reproducibility": [
+            SELConfig(target_modules=["convolution"], modules_to_save=["classifier", "normalization"], train_raw=dense)
+            for dense in (True, False)
+        ],
+    },
+}
+# Generic tests that take LoRA as their example: they run with SELConfig in the place of LoraConfig.
+STAND_INS = {
+    "test_low_level_api": r"Test(PeftStateDict|GetBaseModelStateDict)::(?!.*(named_like|bias_in_module_name))",
+    "test_other": r"TestModulesToSave|TestTargetingAuxiliaryTrainingWrapper::(?!test_targeting_trainable_tokens)",
+    "test_tuners_utils": (
+        r"Test(Targeted|Excluded)ModuleNames::test_(?!ia3|realistic)|"
+        r"TestModelAndLayerStatus::test_(model_)?(?!.*(trainable_tokens|gpu|grad_irregular|grad_model_irregular|automodel))"
+        r"(layer_names|enabled|disabled|active|merge|requires|available|devices|with_modules|base_model|num_adapter)"
+    ),
 }
 # Tests that walk through all of PEFT's methods, ours included, without being parametrized.
 ALSO = {"test_from_peft_type"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "peft-internal-testing/tiny-random-RobertaForSequenceClassification": ("RobertaForSequenceClassification", BERT),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", BERT),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),
+    "peft-internal-testing/tiny-random-ResNetForImageClassification": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 3},
+    ),
     "trl-internal-testing/tiny-GptOssForCausalLM": (
         "GptOssForCausalLM",
         {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"]},
@@ -52,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The tests feed tokens 1 and 2. The padding token is another, since its embedding is 0 and would hide every adapter.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 3, "eos_token_id": 4, "decoder_start_token_id": 0}
+IMAGES = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 32}}
 ADAPTER, ADAPTER_REVISION = "peft-internal-testing/tiny-opt-lora-revision", "test"
 
 
@@ -70,5 +76,8 @@ def fill(cache: Path) -> None:
         torch.manual_seed(0)
         model_class = getattr(transformers, name)
         model = model_class(model_class.config_class(**sizes, **SPECIAL_TOKENS))
-        model.save_pretrained(make_snapshot(cache, hub_id))
+        folder = make_snapshot(cache, hub_id)
+        model.save_pretrained(folder)
+        if "Image" in name:
+            (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
     LoraConfig(task_type="CAUSAL_LM").save_pretrained(str(make_snapshot(cache, ADAPTER, ADAPTER_REVISION)))

@@ -9,19 +9,33 @@ import sys
 import types
 import zlib
 from collections import Counter
+from dataclasses import fields
+from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from cases import ALSO, CASES
+from cases import ALSO, CASES, STAND_INS
 from hub_models import ADAPTER, MODELS
 from skips import SKIPS
 
 from peft_sel import SELConfig
 
-if importlib.util.find_spec("diffusers") is None:  # imported by every module, used by the Stable Diffusion ones alone
-    sys.modules["diffusers"] = types.ModuleType("diffusers")
-    sys.modules["diffusers"].StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})  # type: ignore[attr-defined]
+# Imported by the modules, used by tests that do not concern us.
+STUBS: dict[str, dict[str, Any]] = {
+    "diffusers": {"StableDiffusionPipeline": type("StableDiffusionPipeline", (), {}), "__version__": "0"},
+    "parameterized": {"parameterized": types.SimpleNamespace(expand=lambda *_: lambda test: test)},
+}
+for name, attributes in STUBS.items():
+    if importlib.util.find_spec(name) is None:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+
+# The one data set that the modules load when they are imported: a picture.
+datasets.load_dataset = lambda *_: {
+    "test": {"image": [np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)]}
+}
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
 
@@ -39,13 +53,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = metafunc.definition.own_markers
     for index, mark in enumerate(marks):
         for name, rows in CASES[module].items() if mark.name == "parametrize" else ():
-            if name == metafunc.function.__name__ or mark.args[1] is getattr(metafunc.module, name, None):
+            by_name = name == metafunc.function.__name__ and "config" in mark.args[0]
+            if by_name or mark.args[1] is getattr(metafunc.module, name, None):
                 marks[index] = pytest.mark.parametrize(mark.args[0], rows).mark
                 used.add((module, name))
 
 
+def make_stand_in(**options: Any) -> SELConfig:
+    """Make the SELConfig for what a test wants of LoRA: the options that both have."""
+    options["init_weights"] = options.pop("init_lora_weights", True)
+    return SELConfig(**{field.name: options[field.name] for field in fields(SELConfig) if field.name in options})
+
+
+def has_stand_in(item: pytest.Item) -> bool:
+    """Tell whether a test takes LoRA as its example of a method."""
+    return re.search(STAND_INS.get(module_of(item.nodeid), "$^"), item.nodeid) is not None
+
+
 def concerns_sel(item: pytest.Item) -> bool:
-    """Tell whether a test has a SELConfig among its arguments."""
+    """Tell whether a test has a SELConfig among its arguments or makes one."""
+    if has_stand_in(item):
+        return True
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return item.name in ALSO or any(value is SELConfig or isinstance(value, SELConfig) for value in values)
 
@@ -66,8 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sys.modules["tests.testing_utils"]._HUB_MODEL_ACCESSES.update(dict.fromkeys([*MODELS, ADAPTER], 1))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed every generator from the test's name."""
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """Seed every generator from the test's name, and let SELConfig stand in for LoRA where a test is listed for it."""
+    if has_stand_in(item):
+        item.module.LoraConfig = make_stand_in
     value = zlib.crc32(item.name.encode())
     random.seed(value)
     np.random.seed(value)
