@@ -55,6 +55,8 @@ class DataSection:
     def __post_init__(self) -> None:
         if (self.files is None) == (self.dataset is None):
             raise ConfigError("files", self.files, "give either files or dataset")
+        if self.dataset == PYDOC_TOPICS and (self.dataset_config is not None or self.split != "train"):
+            raise ConfigError("dataset", self.dataset, "has no dataset_config, and no split but train")
         if self.sequence_length < 2:
             raise ConfigError("sequence_length", self.sequence_length, "predicting a next token takes 2 tokens or more")
         if not 0 <= self.validation_share < 1:

@@ -105,6 +105,7 @@ def test_text_that_cannot_work_says_why(tmp_path: Path) -> None:
         ({}, "either files or dataset"),
         ({"files": "no/such/*.txt"}, "files='no/such/.*no such file"),
         ({"dataset": "x", "sequence_length": 1}, "sequence_length=1"),
+        ({"dataset": "pydoc_topics", "split": "test"}, "dataset='pydoc_topics': has no"),
         ({"dataset": "x", "validation_share": 1.0}, "validation_share=1.0"),
         ({"dataset": "x", "max_documents": 0}, "max_documents=0"),
         ({"files": ["test_jobs.py", "*.jsonl"]}, "different kinds"),
