@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -17,61 +17,22 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
 from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
-from peft_sel.numerics import FAMILIES, INITS, MODES, PATTERNS, SCALE_NAMES, check_beta, check_choice
+from peft_sel.numerics import FAMILY_SCALES, INITS, SCALE_NAMES, check_beta, check_choice, check_family
+from peft_sel.scale_config import (
+    NORMALIZERS,
+    ResolvedScale,
+    ScaleConfig,
+    check_family_scales,
+    check_multiplier,
+    resolve_scale,
+)
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "all")
 BASE_WEIGHTS = ("keep", "drop")
 INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
+DEFAULT = "default"  # of a scale that some families lack
 CARD_HEADING = "## How to load this adapter"
-
-
-@dataclass
-class ScaleConfig:
-    """How one structured scale is built and trained (section 4.4 of the paper).
-
-    Attributes:
-        pattern: "global", "row", "column", "row_col_mult", "row_col_add" or "lora".
-        init: Value everywhere at the start; None for the method's own (1/beta, 1/max(beta, 7.5), 1, 0, 0).
-        lr_mult: Multiplier k0 on the base learning rate, positive; None for 1, or where SELConfig.init_target draws
-            the weights, the paper's (50 annealed to 8 for exp_scale, linear_scale; 0.01 to 0.5 for inner_multiplier).
-        lr_mult_end: Multiplier k1 after annealing, positive; None keeps lr_mult throughout, if that is given.
-        weight_decay: Whether weight decay applies; None for the method's rule (exp_scale and linear_scale only).
-        trainable: False fixes the scale at its start.
-        rank: Inner dimension of the lora pattern.
-        transform: "exp" trains the logarithm of each part, so that the scale stays positive; None the part itself.
-
-    Raises:
-        ConfigError: If a value cannot work.
-    """
-
-    pattern: str = "row_col_mult"
-    init: float | None = None
-    lr_mult: float | None = None
-    lr_mult_end: float | None = None
-    weight_decay: bool | None = None
-    trainable: bool = True
-    rank: int = 4
-    transform: Literal["exp"] | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("pattern", self.pattern, PATTERNS)
-        for name in ("lr_mult", "lr_mult_end"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(name, value, "a multiplier must be positive; trainable=False fixes a scale")
-        if self.init is not None and not math.isfinite(self.init):
-            raise ConfigError("init", self.init, "the start of a scale must be finite")
-        if self.transform == "exp" and self.init is not None and self.init <= 0:
-            raise ConfigError("init", self.init, "transform='exp' trains a logarithm; start above 0")
-        if self.rank < 1:
-            raise ConfigError("rank", self.rank, "the lora pattern needs a rank of at least 1")
-        if self.transform not in (None, "exp"):
-            raise ConfigError("transform", self.transform, "unknown; choose None or 'exp'")
-        if self.transform == "exp" and self.pattern in ("row_col_add", "lora"):
-            raise ConfigError(
-                "transform", self.transform, f"a sum ({self.pattern}) has no logarithm part by part; use row_col_mult"
-            )
 
 
 @dataclass
@@ -94,7 +55,8 @@ class SELConfig(PeftConfig):
         init_weights: False perturbs raw and scales by 5 %, which tests use; leave it True.
         mode: How the linear path meets the exponential one: "mismatch" (Eq. 7, recommended), "congruent" (Eq. 6),
             "oppose" or "exp_only" (no linear path).
-        family: "symexp".
+        family: The curve (10.2): "symexp"; "sinh" (smooth at 0; only mode "congruent", exp_scale and inner_multiplier);
+            or "damped" (modes "congruent" and "exp_only"; offset stays positive and starts at 0.5; no shift).
         beta: Curvature: a positive number, "auto" (beta_rms / rms of each tensor) or "width" (from hidden_size, for
             weights drawn from scratch). Saved with the adapter.
         beta_pattern: {regex of the module name: beta} for single modules; the first match wins.
@@ -107,8 +69,14 @@ class SELConfig(PeftConfig):
             the draw. Needs train_raw=True: the saved raw weights then load on any base of the same shapes.
         train_raw: True trains every weight (dense); False freezes raw and trains scales and residual (a small adapter).
         exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start.
-        linear_scale: l_w, likewise.
+        linear_scale: l_w, likewise; "default" is ScaleConfig() in families that have it, else None.
         inner_multiplier: m, likewise.
+        log_curvature: Train the logarithm of beta * m, which stays positive ("absorbed beta", Table 6), for m.
+        normalize_by_inner_mult: Divide the transform by m, which then changes the curvature and not the gain near 0
+            (Table 6). An m that training brings to 0 or below is an error when it is logged, saved or merged;
+            log_curvature and transform="exp" rule it out.
+        normalizer: "folded" starts exp_scale and linear_scale at 1/beta and 1/max(beta, 7.5); "fixed" keeps these as
+            constant factors and starts them at 1: the same function, and other steps under Adam.
         shift: s, likewise; None (the default) leaves it out. A trained shift makes the map jump at 0.
         offset: n, likewise; None (the default) leaves it out.
         r: Rank of the residual added in weight space; 0 for none.
@@ -152,8 +120,11 @@ class SELConfig(PeftConfig):
     init_target: str = "pretrained"
     train_raw: bool = True
     exp_scale: ScaleConfig | str | None = field(default_factory=ScaleConfig)
-    linear_scale: ScaleConfig | str | None = field(default_factory=ScaleConfig)
+    linear_scale: ScaleConfig | str | None = DEFAULT
     inner_multiplier: ScaleConfig | str | None = field(default_factory=ScaleConfig)
+    log_curvature: bool = False
+    normalize_by_inner_mult: bool = False
+    normalizer: str = "folded"
     shift: ScaleConfig | str | None = None
     offset: ScaleConfig | str | None = None
     r: int = 8
@@ -175,17 +146,22 @@ class SELConfig(PeftConfig):
         if isinstance(self.target_parameters, str):
             raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
         for choice, known in (
-            ("mode", MODES),
-            ("family", FAMILIES),
             ("init", INITS),
             ("init_target", INIT_TARGETS),
+            ("normalizer", NORMALIZERS),
             ("bias", BIASES),
             ("base_weight", BASE_WEIGHTS),
             ("raw_dtype", tuple(RAW_DTYPES)),
         ):
             check_choice(choice, getattr(self, choice), known)
+        check_family(self.family, self.mode, ())
+        if self.linear_scale == DEFAULT:
+            self.linear_scale = ScaleConfig() if "linear_scale" in FAMILY_SCALES[self.family] else None
         for name in SCALE_NAMES:
             setattr(self, name, self._parse_scale(name, getattr(self, name)))
+        scales: dict[str, Any] = {name: getattr(self, name) for name in SCALE_NAMES}
+        check_family_scales(self.family, scales)
+        check_multiplier(scales["inner_multiplier"], self.log_curvature, self.normalize_by_inner_mult)
         self._check_numbers()
         self._check_combinations()
 
@@ -266,9 +242,9 @@ class SELConfig(PeftConfig):
                 raise ConfigError(
                     name, start, "a product of rows and columns that starts at 0 gets no gradient; use row"
                 )
-        for name in ("shift", "offset"):
+        for name in ("shift", "offset") if self.family == "symexp" else ():
             scale = getattr(self, name)
-            if scale is not None and scale.transform == "exp":
+            if scale is not None and scale.transform == "exp" and not scale.init:
                 raise ConfigError(name, scale.transform, "a start of 0 has no logarithm; use transform=None")
             if scale is not None and scale.pattern == "row_col_mult" and not scale.init:
                 raise ConfigError(
@@ -288,17 +264,25 @@ class SELConfig(PeftConfig):
         """Whether the weights start from a draw, not from the base weights."""
         return self.init_target != "pretrained"
 
-    def scale_configs(self) -> dict[str, ScaleConfig]:
+    def scale_configs(self) -> dict[str, ResolvedScale]:
         """Return the scales of the transform by name, those fixed at a value that is not neutral included."""
         scales = {}
-        for name in SCALE_NAMES:
+        for name in FAMILY_SCALES[self.family]:
             config = getattr(self, name)
             if name == "linear_scale" and self.mode == "exp_only":
                 continue
-            if config is None and name in ("exp_scale", "linear_scale"):
+            neutral = name in ("inner_multiplier", "shift") or (name == "offset" and self.family == "symexp")
+            if config is None and not neutral:
                 config = ScaleConfig("global", trainable=False)
             if config is not None:
-                scales[name] = config
+                scales[name] = resolve_scale(
+                    name,
+                    config,
+                    family=self.family,
+                    normalizer=self.normalizer,
+                    log_curvature=self.log_curvature,
+                    normalize_by_inner_mult=self.normalize_by_inner_mult,
+                )
         return scales
 
     @classmethod

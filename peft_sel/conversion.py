@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from peft_sel.config import RAW_DTYPES, ScaleConfig, SELConfig
+from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.errors import AdapterMismatchError, ConfigError
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
@@ -16,54 +16,12 @@ from peft_sel.numerics import (
     expand_parts,
     init_parts,
     invert_weight,
-    start_value,
     width_beta,
 )
+from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
-PREFIX = "symexplin_"  # of every saved key
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-
-
-class StructuredScale(nn.Module):
-    """The parameters of one structured scale of one adapter, named by part (4.4); stacked where beta is a vector."""
-
-    def __init__(
-        self,
-        name: str,
-        config: ScaleConfig,
-        beta: float | Tensor,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        self.name, self.pattern, self.transform = name, config.pattern, config.transform
-        self.init = config.init
-        starts = self.reset_start(beta)
-        members = [init_parts(config.pattern, s, shape, rank=config.rank, dtype=dtype, device=device) for s in starts]
-        stacked = isinstance(beta, Tensor) and beta.dim() > 0
-        self.part_names = tuple(members[0])
-        for part in self.part_names:
-            tensor = torch.stack([member[part] for member in members]) if stacked else members[0][part]
-            value = tensor.log() if self.transform == "exp" else tensor
-            self.register_parameter(part, nn.Parameter(value, requires_grad=config.trainable))
-
-    def reset_start(self, beta: float | Tensor) -> list[float]:
-        """Set start, the value that the scale starts at for a curvature (its mean over a stack); return all starts."""
-        betas = beta.reshape(-1).tolist() if isinstance(beta, Tensor) else [beta]
-        starts = [start_value(self.name, value) if self.init is None else self.init for value in betas]
-        self.start = starts[0] if len(starts) == 1 else sum(starts) / len(starts)
-        return starts
-
-    def parts(self) -> dict[str, Tensor]:
-        """Return the parts as expand_parts takes them, after the positive transform."""
-        # By name: on a replica of DataParallel the parameters are plain attributes.
-        return _transform_parts(self.transform, {name: getattr(self, name) for name in self.part_names})
-
-
-def _transform_parts(transform: str | None, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part.exp() for name, part in parts.items()} if transform == "exp" else parts
 
 
 def matches_end(pattern: str, name: str) -> bool:
@@ -161,7 +119,8 @@ def invert_at_start(
     starts = {}
     for scale, scale_config in config.scale_configs().items():
         structured = StructuredScale(scale, scale_config, beta, (1, 1), dtype)
-        starts[scale] = expand_parts(structured.pattern, structured.parts()).detach().reshape(()).to(weight.device)
+        parts = structured.parts(torch.tensor(beta))
+        starts[scale] = expand_parts(structured.pattern, parts).detach().reshape(()).to(weight.device)
     raw, report = invert_weight(
         weight.to(dtype) if torch.float64 in (dtype, weight.dtype) else weight,
         **starts,
@@ -169,6 +128,7 @@ def invert_at_start(
         mode=config.mode,
         init=config.init,
         family=config.family,
+        normalize_by_inner_mult=config.normalize_by_inner_mult,
         name=name,
     )
     return raw.to(raw_dtype), report
@@ -193,6 +153,13 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Ten
     if transposed:
         return matrix.T
     return matrix if len(shape) == 2 else matrix.reshape(shape)  # a sparse gradient cannot pass a reshape
+
+
+def make_spec(config: SELConfig, patterns: tuple[tuple[str, str], ...], dtype: torch.dtype) -> WeightSpec:
+    """Return what is fixed about a weight, from its adapter's configuration, the scales it has and its dtype."""
+    return WeightSpec(
+        config.mode, patterns, config.residual_scaling, dtype, config.family, config.normalize_by_inner_mult
+    )
 
 
 def fold_weight(
@@ -285,6 +252,7 @@ def rebuild_weight(
 
     Raises:
         AdapterMismatchError: If a tensor is missing, unexpected or of another shape.
+        MultiplierSignError: If the transform is divided by an inner multiplier that is not above 0.
     """
     reference = tensors.get("raw", base_weight)
     shape = tuple(reference.shape) if reference is not None else ()
@@ -305,9 +273,10 @@ def rebuild_weight(
     scales, patterns = {}, []
     for scale, scale_config in config.scale_configs().items():
         parts = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(f"{scale}.")}
-        scales[scale] = _transform_parts(scale_config.transform, parts)
+        check_sign(scale_config, parts, name)
+        scales[scale] = transform_parts(scale_config, parts, beta)
         patterns.append((scale, scale_config.pattern))
-    spec = WeightSpec(config.mode, tuple(patterns), config.residual_scaling, dtype, config.family)
+    spec = make_spec(config, tuple(patterns), dtype)
     residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
     with torch.no_grad():
         return fold_weight(spec, raw, beta, scales, residual, transposed)

@@ -66,6 +66,17 @@ class ConvergenceError(SELError):
         )
 
 
+class MultiplierSignError(SELError):
+    """Training brought a multiplier that the transform is divided by to 0 or below."""
+
+    def __init__(self, name: str, value: float) -> None:
+        super().__init__(
+            f"{name}: training brought its inner multiplier to {value:.4g}, and normalize_by_inner_mult divides by it; "
+            "go back to an earlier checkpoint and lower its lr_mult, or keep it positive with log_curvature=True or "
+            "ScaleConfig(transform='exp')"
+        )
+
+
 class UnsupportedModuleError(SELError):
     """A target module is of a type that cannot be converted."""
 

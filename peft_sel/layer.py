@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     PREFIX,
-    StructuredScale,
     draw_target,
     fold_weight,
     invert_at_start,
+    make_spec,
     resolve_beta,
     to_matrix,
 )
@@ -30,8 +30,9 @@ from peft_sel.errors import (
     UnsupportedModuleError,
 )
 from peft_sel.kept import KeptWeights
-from peft_sel.kernels import Scales, WeightSpec
+from peft_sel.kernels import Scales
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
+from peft_sel.structured import StructuredScale
 
 PERTURBATION = 0.05  # relative, of init_weights=False
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -239,14 +240,9 @@ class SELLayer(BaseTunerLayer):
         """
         config, scales = self.sel_config[adapter], self.scales(adapter)
         raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
-        spec = WeightSpec(
-            config.mode,
-            tuple((name, scale.pattern) for name, scale in scales.items()),
-            config.residual_scaling,
-            self.base_weight.dtype if dtype is None else dtype,
-            config.family,
-        )
-        parts: Scales = {name: scale.parts() for name, scale in scales.items()}
+        patterns = tuple((name, scale.pattern) for name, scale in scales.items())
+        spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
+        parts: Scales = {name: scale.parts(self.symexplin_beta[adapter]) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
         if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
             raise OffloadedError(self.module_name, f"adapter {adapter!r}")
@@ -312,10 +308,13 @@ class SELLayer(BaseTunerLayer):
 
         Raises:
             BrokenMergeError: If safe_merge finds NaN or infinity.
+            MultiplierSignError: If normalize_by_inner_mult divides by a multiplier that is not above 0.
         """
         new = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.sel_config]
         if not new:
             return
+        for scale in (scale for adapter in new for scale in self.scales(adapter).values()):
+            scale.check_sign(self.weight_name)
         base: Any = self.get_base_layer()
         with torch.no_grad():
             merged = self.get_combined_weight([*self.merged_adapters, *new])

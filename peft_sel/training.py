@@ -6,15 +6,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from peft_sel.errors import ConfigError
-from peft_sel.layer import SELLayer, StructuredScale
+from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
+from peft_sel.structured import StructuredScale
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -59,6 +60,9 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
         By "<scale>/<module role>", such as "exp_scale/q_proj" (the role is the last part of the module's name): the
         scale's mean over the weight, relative to its start (the mean itself where it starts at 0), averaged over the
         layers.
+
+    Raises:
+        MultiplierSignError: If normalize_by_inner_mult divides by a multiplier that is not above 0.
     """
     found: dict[str, list[float]] = {}
     for path, layer in model.named_modules():
@@ -67,13 +71,15 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
                 for name, scale in layer.scales(adapter).items():
                     if any(part.requires_grad for part in scale.parameters()):
                         key = f"{name}/{path.rpartition('.')[2]}"
-                        found.setdefault(key, []).append(_mean_scale(scale) / (scale.start or 1.0))
+                        scale.check_sign(layer.weight_name)
+                        mean = _mean_scale(scale, layer.symexplin_beta[adapter])
+                        found.setdefault(key, []).append(mean / (scale.start or 1.0))
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def _mean_scale(scale: StructuredScale) -> float:
+def _mean_scale(scale: StructuredScale, beta: Tensor) -> float:
     """Return the mean of a scale over the weight, from its parts alone."""
-    parts = scale.parts()
+    parts = scale.parts(beta)
     if scale.pattern == "lora":
         low_rank = (parts["b"].mean(-2) * parts["a"].mean(-1)).sum(-1, keepdim=True)
         return float((parts["base"] + low_rank).mean())

@@ -14,6 +14,11 @@ import torch
 WIDE = np.longdouble
 MODES = ("mismatch", "congruent", "oppose", "exp_only")
 SCALES = ("exp_scale", "linear_scale", "inner_multiplier", "offset", "shift")
+FAMILIES = {  # modes and scales of each
+    "symexp": (MODES, SCALES),
+    "sinh": (("congruent",), ("exp_scale", "inner_multiplier")),
+    "damped": (("congruent", "exp_only"), ("exp_scale", "linear_scale", "inner_multiplier", "offset")),
+}
 PATTERNS = ("global", "row", "column", "row_col_mult", "row_col_add", "lora")
 
 
@@ -24,25 +29,32 @@ def wide(value) -> np.ndarray:
     return np.asarray(value, dtype=WIDE)
 
 
-def effective_weight(raw, e, l, m, n, s, beta, mode) -> np.ndarray:  # noqa: E741
-    """w_eff of SPEC.md section 2."""
+def effective_weight(raw, e, l, m, n, s, beta, mode, family="symexp", normalize=False) -> np.ndarray:  # noqa: E741
+    """w_eff of SPEC.md section 2; a family ignores the scales that it lacks."""
     raw, e, l, m, n, s, beta = map(wide, (raw, e, l, m, n, s, beta))  # noqa: E741
-    sigma = np.copysign(1, raw)
-    a = beta * abs(raw) * m + s
-    S = sigma * e * np.exp(-n) * np.expm1(a)
-    if mode == "mismatch":
-        return S + abs(raw) * l
-    return S + {"congruent": 1, "oppose": -1, "exp_only": 0}[mode] * raw * l
+    sigma, size = np.copysign(1, raw), abs(raw)
+    if family == "sinh":
+        total = e * np.sinh(beta * m * raw)
+    elif family == "damped":
+        E = e * np.exp(-n) * np.expm1(beta * m * size) * np.exp(-size)
+        L = l * raw * -np.expm1(-n * np.exp(size))
+        total = sigma * E + {"congruent": 1, "exp_only": 0}[mode] * L
+    else:
+        S = sigma * e * np.exp(-n) * np.expm1(beta * size * m + s)
+        L = size * l if mode == "mismatch" else {"congruent": 1, "oppose": -1, "exp_only": 0}[mode] * raw * l
+        total = S + L
+    return total / m if normalize else total
 
 
-def gradients(grad, raw, e, l, m, n, s, beta, mode) -> dict[str, np.ndarray]:  # noqa: E741
+def gradients(grad, raw, e, l, m, n, s, beta, mode, family="symexp", normalize=False) -> dict[str, np.ndarray]:  # noqa: E741
     """Elementwise grad * dw_eff/d(argument) by central differences; for raw one-sided, away from zero."""
     grad, *values = np.broadcast_arrays(*map(wide, (grad, raw, e, l, m, n, s)))
     result = {}
     for index, name in enumerate(("raw", *SCALES)):
 
         def shifted(delta, index=index):
-            return effective_weight(*values[:index], values[index] + delta, *values[index + 1 :], beta, mode)
+            arguments = [*values[:index], values[index] + delta, *values[index + 1 :]]
+            return effective_weight(*arguments, beta, mode, family, normalize)
 
         if name == "raw":  # the map may jump at 0: stay on the weight's side (0 * step keeps the sign of -0.0)
             step = np.copysign(WIDE(1e-6) * np.maximum(abs(values[0]), WIDE(0.01)), values[0])
@@ -65,14 +77,14 @@ def differentiate(loss: Callable[[np.ndarray], np.ndarray], value) -> np.ndarray
     return result
 
 
-def invert(weight, e, l, m, n, beta, mode, init="exact") -> np.ndarray:  # noqa: E741
+def invert(weight, e, l, m, n, beta, mode, init="exact", family="symexp", normalize=False) -> np.ndarray:  # noqa: E741
     """The raw weight w with w_eff = weight (s = 0), by bisection of magnitudes; init="congruent" inverts that rule."""
     weight, e, l, m, n, beta = np.broadcast_arrays(*map(wide, (weight, e, l, m, n, beta)))  # noqa: E741
     sign, target = np.copysign(1, weight), abs(weight)
     rule = "congruent" if init == "congruent" else mode
 
     def reached(x):
-        return sign * effective_weight(sign * x, e, l, m, n, 0, beta, rule) >= target
+        return sign * effective_weight(sign * x, e, l, m, n, 0, beta, rule, family, normalize) >= target
 
     low = np.zeros_like(target)
     high = np.where(target > 0, np.minimum(target, 1) * WIDE(1e-3), 0)
@@ -85,8 +97,10 @@ def invert(weight, e, l, m, n, beta, mode, init="exact") -> np.ndarray:  # noqa:
     return sign * (low + high) / 2
 
 
-def start_value(scale_name: str, beta: float) -> float:
+def start_value(scale_name: str, beta: float, family: str = "symexp") -> float:
     """Where a scale starts (sections 2 and 4)."""
+    if family == "damped" and scale_name in ("linear_scale", "offset"):
+        return {"linear_scale": 1.0, "offset": 0.5}[scale_name]
     return {"exp_scale": 1 / beta, "linear_scale": 1 / max(beta, 7.5), "inner_multiplier": 1.0}.get(scale_name, 0.0)
 
 

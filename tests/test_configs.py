@@ -115,7 +115,11 @@ def test_each_ablation_changes_what_its_name_says() -> None:
         "congruent_plain": {"mode", "offset", "r"},
         "exp_only": {"mode"},
         "fixed_multipliers": {"exp_scale", "linear_scale", "inner_multiplier"},
+        "fixed_normalizer": {"normalizer"},
+        "log_curvature": {"log_curvature"},
+        "log_curvature_normalized": {"log_curvature", "normalize_by_inner_mult"},
         "mismatch_plain": {"offset", "r"},
+        "normalized": {"normalize_by_inner_mult"},
     }
 
 

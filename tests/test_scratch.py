@@ -56,12 +56,33 @@ def test_the_start_is_the_xavier_draw_to_float32_rounding(target: str, mode: str
         assert ((effective - draw).abs() <= (4 + 1.2 * z) * EPS * draw.abs()).all()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalizer": "fixed", "mode": "mismatch"},
+        {"log_curvature": True, "mode": "mismatch"},
+        {"log_curvature": True, "normalize_by_inner_mult": True, "mode": "mismatch"},
+        {"family": "sinh", "mode": "congruent", "offset": None},
+        {"family": "damped", "mode": "congruent", "offset": "column"},
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_every_variant_starts_at_the_draw(options: dict[str, Any]) -> None:
+    model = convert(make_tiny("qwen3"), init="exact", **options)
+    for layer, draw in zip(layers(model), draws(model), strict=True):
+        # the bound above has at most z = 0.6 here; a variant has a rounding or two more
+        torch.testing.assert_close(layer.get_effective_weight("default").detach(), draw, rtol=8 * EPS, atol=0)
+
+
 def test_mismatched_initialisation_weakens_negative_weights_by_twice_the_linear_path() -> None:
     model = convert(make_tiny("qwen3"), mode="mismatch")
     for layer, draw in zip(layers(model), draws(model), strict=True):
         beta = layer.symexplin_beta["default"].item()
         # as the paper says: e, m, n at their starts; the oracle takes the float32 values of the products r * c
-        e, l, m = (layer.scales("default")[name].parts() for name in ("exp_scale", "linear_scale", "inner_multiplier"))  # noqa: E741
+        scales, curvature = layer.scales("default"), layer.symexplin_beta["default"]
+        e, l, m = (  # noqa: E741
+            scales[name].parts(curvature) for name in ("exp_scale", "linear_scale", "inner_multiplier")
+        )
         e, l, m = (reference.expand("row_col_mult", parts).astype(np.float32) for parts in (e, l, m))  # noqa: E741
         want_raw = reference.invert(draw, e, l, m, 0, beta, "mismatch", init="congruent")
         linear = abs(want_raw) * reference.wide(l)

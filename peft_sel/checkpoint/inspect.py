@@ -26,9 +26,10 @@ from peft_sel.checkpoint.shards import (
     read_json,
 )
 from peft_sel.config import SELConfig
-from peft_sel.conversion import StructuredScale, invert_at_start, rebuild_weight, resolve_beta
+from peft_sel.conversion import invert_at_start, rebuild_weight, resolve_beta
 from peft_sel.errors import SELError, list_names
 from peft_sel.numerics import compute_dtype, expand_parts
+from peft_sel.structured import StructuredScale, transform_parts
 from peft_sel.targets import default_target_modules
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -227,8 +228,7 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
             if scale_config.trainable:
                 scale = StructuredScale(name, scale_config, parts["beta"], (1, 1), torch.float32)
                 values = {part.partition(".")[2]: value for part, value in parts.items() if part.startswith(f"{name}.")}
-                if scale_config.transform == "exp":
-                    values = {part: value.exp() for part, value in values.items()}
+                values = transform_parts(scale_config, values, parts["beta"])
                 report.scale_means[name] = _mean_scale(scale.pattern, values, stacked) / (scale.start or 1.0)
         if config.r:
             residual = parts["residual_b"] @ parts["residual_a"]

@@ -23,6 +23,7 @@ class WeightSpec(NamedTuple):
         residual_scaling: alpha / r of the residual.
         dtype: Dtype of the effective weight.
         family: Family of the transform.
+        normalize_by_inner_mult: Whether the transform is divided by the inner multiplier.
     """
 
     mode: str
@@ -30,6 +31,7 @@ class WeightSpec(NamedTuple):
     residual_scaling: float
     dtype: torch.dtype
     family: str = "symexp"
+    normalize_by_inner_mult: bool = False
 
 
 def broadcast_scales(spec: WeightSpec, scales: Scales) -> Factors:
@@ -59,7 +61,14 @@ def fold_block(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, de
         f(raw) + delta, rounded once.
     """
     scales = {name: combine_factors(pattern, factors[name]) for name, pattern in spec.patterns}
-    weight = effective_weight(raw, **scales, beta=beta, mode=spec.mode, family=spec.family)
+    weight = effective_weight(
+        raw,
+        **scales,
+        beta=beta,
+        mode=spec.mode,
+        family=spec.family,
+        normalize_by_inner_mult=spec.normalize_by_inner_mult,
+    )
     if delta is not None:
         weight = torch.where(delta == 0, weight, weight + delta)  # adding +0 would turn -0.0 into +0.0
     return weight.to(spec.dtype)
@@ -82,4 +91,13 @@ def pull_back_block(
         One (rows, d_in) gradient per name.
     """
     scales = {name: combine_factors(pattern, factors[name]) for name, pattern in spec.patterns}
-    return effective_weight_gradients(grad, raw, **scales, beta=beta, mode=spec.mode, names=names)
+    return effective_weight_gradients(
+        grad,
+        raw,
+        **scales,
+        beta=beta,
+        mode=spec.mode,
+        names=names,
+        family=spec.family,
+        normalize_by_inner_mult=spec.normalize_by_inner_mult,
+    )

@@ -3,21 +3,25 @@
 from peft_sel.numerics.curvature import auto_beta, width_beta
 from peft_sel.numerics.inversion import INITS, InversionReport, invert_weight
 from peft_sel.numerics.scales import (
+    MIN_LINEAR_BETA,
     PATTERNS,
-    SCALE_NAMES,
     broadcast_parts,
     combine_factors,
     expand_parts,
     init_parts,
     reduce_gradient,
     slice_parts,
+    smallest_value,
     start_value,
 )
 from peft_sel.numerics.transform import (
     FAMILIES,
+    FAMILY_SCALES,
     MODES,
+    SCALE_NAMES,
     check_beta,
     check_choice,
+    check_family,
     compute_dtype,
     effective_weight,
     effective_weight_gradients,
@@ -25,7 +29,9 @@ from peft_sel.numerics.transform import (
 
 __all__ = [
     "FAMILIES",
+    "FAMILY_SCALES",
     "INITS",
+    "MIN_LINEAR_BETA",
     "MODES",
     "PATTERNS",
     "SCALE_NAMES",
@@ -34,6 +40,7 @@ __all__ = [
     "broadcast_parts",
     "check_beta",
     "check_choice",
+    "check_family",
     "combine_factors",
     "compute_dtype",
     "effective_weight",
@@ -43,6 +50,7 @@ __all__ = [
     "invert_weight",
     "reduce_gradient",
     "slice_parts",
+    "smallest_value",
     "start_value",
     "width_beta",
 ]

@@ -1,4 +1,4 @@
-"""Newton inversion: the raw weight whose effective weight is a given one (section 9.0.0.2, SPEC section 3)."""
+"""Inversion: the raw weight whose effective weight is a given one (section 9.0.0.2, SPEC section 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from peft_sel.errors import ConfigError, ConvergenceError, NonFiniteWeightError, ShiftStartError, SlopeError
-from peft_sel.numerics.transform import FAMILIES, MODES, check_beta, check_choice
+from peft_sel.numerics.damped import solve_damped
+from peft_sel.numerics.transform import check_beta, check_choice, check_family
 
 INITS = ("exact", "congruent")
 CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread: see kernels/blocks.py
@@ -18,13 +19,14 @@ FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step lef
 MAX_STEPS = 16
 MIN_SLOPE_RATIO = 1.25
 MAX_RESIDUAL = 1e-10
+MIN_DAMPED_CURVATURE = 1.25  # of exp_only, which is bounded at 1 and below
 
 
 class InversionReport(NamedTuple):
     """How an inversion went.
 
     Attributes:
-        num_steps: Newton steps of the slowest block, 0 for the closed form of exp_only.
+        num_steps: Newton steps of the slowest block, 0 for the closed forms (sinh, and exp_only of symexp).
         max_relative_residual: Largest |f(w) - W| / |W| in float64, before raw is rounded to its dtype.
         converged: Whether that residual is small enough; invert_weight raises where it is not.
     """
@@ -35,11 +37,12 @@ class InversionReport(NamedTuple):
 
 
 class _Coefficients(NamedTuple):
-    """q, b and lam of h(x) = q * expm1(b * x) + lam * x, in one dtype."""
+    """q, b and lam of h(x) = q * expm1(b * x) + lam * x, and the offset that is in q, in one dtype."""
 
     growth: Tensor
     curvature: Tensor
     linear: Tensor
+    offset: Tensor
 
     def to(self, dtype: torch.dtype) -> _Coefficients:
         return _Coefficients(*(tensor.to(dtype) for tensor in self))
@@ -47,7 +50,7 @@ class _Coefficients(NamedTuple):
 
 def _newton_step(x: Tensor, target: Tensor, coefficients: _Coefficients) -> tuple[Tensor, Tensor]:
     """Return (next x, step): one Newton step on h(x) = target, kept at x >= 0."""
-    q, b, lam = coefficients
+    q, b, lam, _ = coefficients
     growth = torch.expm1(b * x)
     step = (q * growth + lam * x - target) / (q * b * (growth + 1) + lam)
     return (x - step).clamp_min_(0), step
@@ -79,9 +82,19 @@ def _solve(target: Tensor, coefficients: _Coefficients, out_dtype: torch.dtype) 
 
 
 def _max_relative_residual(x: Tensor, target: Tensor, coefficients: _Coefficients) -> float:
-    q, b, lam = coefficients
-    residual = (q * torch.expm1(b * x) + lam * x - target).abs_()
-    return float((residual / torch.where(target == 0, 1.0, target)).max())
+    q, b, lam, _ = coefficients
+    return _relative_error(q * torch.expm1(b * x) + lam * x, target)
+
+
+def _relative_error(reached: Tensor, target: Tensor) -> float:
+    return float(((reached - target).abs_() / torch.where(target == 0, 1.0, target)).max())
+
+
+def _solve_sinh(target: Tensor, coefficients: _Coefficients) -> tuple[Tensor, int, float]:
+    """Solve q * sinh(b * x) = target >= 0, as _solve does its equation."""
+    double = target.to(torch.float64)
+    x = torch.asinh(double / coefficients.growth) / coefficients.curvature
+    return x, 0, _relative_error(coefficients.growth * torch.sinh(coefficients.curvature * x), double)
 
 
 def _check_slope(name: str, mode: str, coefficients: _Coefficients) -> None:
@@ -92,6 +105,23 @@ def _check_slope(name: str, mode: str, coefficients: _Coefficients) -> None:
         worst = int(margin.argmin())
         linear = coefficients.linear.expand(margin.shape).reshape(-1)[worst]
         raise SlopeError(name, mode, float(slope.expand(margin.shape).reshape(-1)[worst]), float(linear))
+
+
+def _check_damped(name: str, rule: str, coefficients: _Coefficients) -> None:
+    """Refuse an offset that is not positive, and curvatures at which the map without a linear path turns around."""
+    if not bool((coefficients.offset > 0).all()):
+        raise ConfigError(
+            "offset",
+            float(coefficients.offset.min()),
+            f"{name}: family='damped' needs n above 0: at 0 it has no linear path, below it no inverse",
+        )
+    if not bool(coefficients.linear.any()) and not bool((coefficients.curvature >= MIN_DAMPED_CURVATURE).all()):
+        raise ConfigError(
+            "beta",
+            float(coefficients.curvature.min()),
+            f"{name}: family='damped' without its linear path reaches no large weight at beta*inner_multiplier below "
+            f"{MIN_DAMPED_CURVATURE}; raise it (beta_pattern, beta_rms), or use mode='congruent' with a linear_scale",
+        )
 
 
 def _row_block(tensor: Tensor, start: int, stop: int, ndim: int) -> Tensor:
@@ -111,6 +141,7 @@ def invert_weight(
     mode: str,
     init: str = "exact",
     family: str = "symexp",
+    normalize_by_inner_mult: bool = False,
     name: str = "weight",
 ) -> tuple[Tensor, InversionReport]:
     """Find the raw weight that maps to a given weight (9.0.0.2): the right inverse of effective_weight.
@@ -129,7 +160,8 @@ def invert_weight(
         mode: The mode of the forward pass.
         init: "exact" inverts the mode's own rule; "congruent" inverts the congruent rule also for mismatch and oppose
             (the paper's mismatched initialisation: under mismatch negative weights come out weaker by 2*l_w*|w|).
-        family: "symexp".
+        family: The family of the forward pass; sinh has a closed form.
+        normalize_by_inner_mult: As in the forward pass.
         name: How errors call the tensor.
 
     Returns:
@@ -139,7 +171,8 @@ def invert_weight(
         NonFiniteWeightError: If weight holds NaN or infinity.
         SlopeError: If a branch subtracts the linear path and e_w*exp(-n)*beta*m < 1.25*l_w.
         ShiftStartError: If shift is not 0.
-        ConfigError: If mode, init or family is unknown, beta is not positive or a scale has the wrong sign.
+        ConfigError: If mode, init or family is unknown, the family lacks a mode or scale, beta is not positive, a scale
+            has the wrong sign, or damped exp_only has beta*m <= 1, where it reaches no large weight.
         ConvergenceError: If the solve misses the weight.
 
     Example:
@@ -149,9 +182,9 @@ def invert_weight(
         >>> bool((effective_weight(raw, e, e, beta=7.5, mode="congruent").to(w.dtype) == w).all())
         True
     """
-    check_choice("mode", mode, MODES)
+    given = {"linear_scale": linear_scale, "inner_multiplier": inner_multiplier, "offset": offset, "shift": shift}
+    check_family(family, mode, [scale for scale, value in given.items() if value is not None])
     check_choice("init", init, INITS)
-    check_choice("family", family, FAMILIES)
     check_beta(float(beta))
     if not bool(torch.isfinite(weight).all()):
         raise NonFiniteWeightError(name, int((~torch.isfinite(weight)).sum()))
@@ -162,10 +195,17 @@ def invert_weight(
     coefficients = _start_coefficients(
         exp_scale, linear_scale, inner_multiplier, offset, beta, rule, out_dtype, weight.device
     )
+    if normalize_by_inner_mult and inner_multiplier is not None:
+        multiplier = inner_multiplier.detach().to(weight.device, torch.float64)
+        coefficients = coefficients._replace(
+            growth=coefficients.growth / multiplier, linear=coefficients.linear / multiplier
+        )
+    if family == "damped":
+        _check_damped(name, rule, coefficients)
     if rule in ("mismatch", "oppose"):
         _check_slope(name, mode, coefficients)
     raw = torch.empty_like(weight, dtype=out_dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    report = _invert_blocks(weight.detach(), raw, coefficients, rule)
+    report = _invert_blocks(weight.detach(), raw, coefficients, rule, family)
     if not report.converged:
         raise ConvergenceError(name, report.num_steps, report.max_relative_residual)
     return raw, report
@@ -194,36 +234,42 @@ def _start_coefficients(
         if scale is not None and not bool((torch.isfinite(scale) & (scale > 0 if positive else scale >= 0)).all()):
             requirement = "above 0" if positive else "at 0 or above"
             raise ConfigError(field, float(scale.min()), f"must start {requirement} and be finite")
-    growth = double(exp_scale)
+    growth, shrink = double(exp_scale), double(0.0)
     if offset is not None:
+        shrink = double(offset)
         if not bool(torch.isfinite(offset).all()):
             raise ConfigError("offset", float(offset.min()), "must start finite")
-        growth = growth * torch.exp(-double(offset))
+        growth = growth * torch.exp(-shrink)
     curvature = double(torch.as_tensor(beta, dtype=torch.float64).to(forward_dtype))
     if inner_multiplier is not None:
         curvature = curvature * double(inner_multiplier)
     linear = double(0.0) if linear_scale is None or rule == "exp_only" else double(linear_scale)
-    return _Coefficients(growth, curvature, linear)
+    return _Coefficients(growth, curvature, linear, shrink)
 
 
-def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: _Coefficients, rule: str) -> InversionReport:
+def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: _Coefficients, rule: str, family: str) -> InversionReport:
     """Fill raw with the solution, block by block of rows."""
     if weight.numel() == 0:
         return InversionReport(0, 0.0, True)
     if weight.dim() == 0:
-        return _invert_blocks(weight[None], raw[None], coefficients, rule)
+        return _invert_blocks(weight[None], raw[None], coefficients, rule, family)
     elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     rows_per_block = max(1, elements * weight.shape[0] // weight.numel())
     num_steps, max_residual = 0, 0.0
     for start in range(0, weight.shape[0], rows_per_block):
         stop = start + rows_per_block
         block = weight[start:stop].to(raw.dtype)
-        q, b, lam = (_row_block(tensor, start, stop, weight.dim()) for tensor in coefficients)
-        if rule == "mismatch":
-            lam = lam * torch.copysign(torch.ones_like(block), block)
-        elif rule == "oppose":
-            lam = -lam
-        x, steps, residual = _solve(block.abs(), _Coefficients(q, b, lam), raw.dtype)
+        own = _Coefficients(*(_row_block(tensor, start, stop, weight.dim()) for tensor in coefficients))
+        if family == "sinh":
+            x, steps, residual = _solve_sinh(block.abs(), own)
+        elif family == "damped":
+            x, steps, residual = solve_damped(block.abs().to(torch.float64), *own)
+        else:
+            if rule == "mismatch":
+                own = own._replace(linear=own.linear * torch.copysign(torch.ones_like(block), block))
+            elif rule == "oppose":
+                own = own._replace(linear=-own.linear)
+            x, steps, residual = _solve(block.abs(), own, raw.dtype)
         raw[start:stop] = torch.copysign(x, block)
         num_steps = max(num_steps, steps)
         max_residual = residual if not residual <= max_residual else max_residual  # keeps NaN

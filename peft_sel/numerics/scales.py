@@ -9,26 +9,36 @@ import torch
 from torch import Tensor
 
 from peft_sel.errors import ConfigError
+from peft_sel.numerics.transform import FAMILIES, SCALE_NAMES, check_choice
 
-SCALE_NAMES = ("exp_scale", "linear_scale", "inner_multiplier", "offset", "shift")
 PATTERNS = ("global", "row", "column", "row_col_mult", "row_col_add", "lora")
+DAMPED_OFFSET = 0.5  # where n of the damped family starts
 MIN_LINEAR_BETA = 7.5  # below this curvature the linear path keeps the share that it has here (SPEC section 4)
 
 
-def start_value(scale: str, beta: float) -> float:
+def start_value(scale: str, beta: float, family: str = "symexp") -> float:
     """Return the value a scale starts at for a curvature (SPEC sections 2 and 4).
 
     Args:
         scale: One of SCALE_NAMES.
         beta: Curvature of the tensor, positive.
+        family: Family of the transform.
 
     Returns:
-        1/beta for exp_scale, 1/max(beta, 7.5) for linear_scale, 1 for inner_multiplier, 0 for offset and shift.
+        1/beta for exp_scale, 1/max(beta, 7.5) for linear_scale (damped: 1), 1 for inner_multiplier, 0 for offset
+        (damped: 0.5) and shift.
+
+    Raises:
+        ConfigError: If the scale or the family is unknown.
     """
+    check_choice("scale", scale, SCALE_NAMES)
+    check_choice("family", family, FAMILIES)
     if scale == "exp_scale":
         return 1.0 / beta
     if scale == "linear_scale":
-        return 1.0 / max(beta, MIN_LINEAR_BETA)
+        return 1.0 if family == "damped" else 1.0 / max(beta, MIN_LINEAR_BETA)
+    if scale == "offset" and family == "damped":
+        return DAMPED_OFFSET
     return 1.0 if scale == "inner_multiplier" else 0.0
 
 
@@ -126,6 +136,15 @@ def expand_parts(pattern: str, parts: dict[str, Tensor]) -> Tensor:
         Shape (1,) for global, (d_out, 1) for row, (1, d_in) for column, (d_out, d_in) for the others.
     """
     return combine_factors(pattern, broadcast_parts(pattern, parts))
+
+
+def smallest_value(pattern: str, parts: dict[str, Tensor]) -> float:
+    """Return the smallest value of a scale, without forming a product of rows and columns."""
+    factors = broadcast_parts(pattern, parts)
+    if len(factors) == 2:
+        row, column = (torch.stack(torch.aminmax(factor)) for factor in factors)
+        factors = row[:, None], column[None, :]
+    return float(combine_factors(pattern, factors).min())
 
 
 def reduce_gradient(pattern: str, parts: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:

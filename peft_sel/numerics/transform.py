@@ -1,4 +1,4 @@
-"""The map from a raw to an effective weight, and its derivatives (Eq. 2-7).
+"""The map from a raw to an effective weight, and its derivatives (Eq. 2-7, and the families of 10.2).
 
 Every function here is plain torch, elementwise, and works on any block of a weight: the kernels call it block by block.
 """
@@ -15,13 +15,36 @@ from peft_sel.errors import ConfigError
 from peft_sel.numerics.elementary import exp, expm1
 
 MODES = ("mismatch", "congruent", "oppose", "exp_only")
-FAMILIES = ("symexp",)
+SCALE_NAMES = ("exp_scale", "linear_scale", "inner_multiplier", "offset", "shift")
+FAMILY_MODES = {"symexp": MODES, "sinh": ("congruent",), "damped": ("congruent", "exp_only")}
+FAMILY_SCALES = {
+    "symexp": SCALE_NAMES,
+    "sinh": ("exp_scale", "inner_multiplier"),
+    "damped": ("exp_scale", "linear_scale", "inner_multiplier", "offset"),
+}
+FAMILIES = tuple(FAMILY_MODES)
 
 
 def check_choice(field: str, value: str, known: Collection[str]) -> None:
     """Raise a ConfigError that lists the known names if value is not one of them."""
     if value not in known:
         raise ConfigError(field, value, f"unknown; choose one of {', '.join(known)}")
+
+
+def check_family(family: str, mode: str, scales: Collection[str]) -> None:
+    """Raise a ConfigError unless a family has a mode and the named scales."""
+    check_choice("family", family, FAMILIES)
+    check_choice("mode", mode, MODES)
+    if mode not in FAMILY_MODES[family]:
+        raise ConfigError("mode", mode, f"family={family!r} has only {' and '.join(FAMILY_MODES[family])}")
+    for name in scales:
+        check_choice("scale", name, SCALE_NAMES)
+        if name not in FAMILY_SCALES[family]:
+            raise ConfigError(
+                name,
+                "given",
+                f"family={family!r} has no such scale, only {', '.join(FAMILY_SCALES[family])}; leave it out",
+            )
 
 
 def check_beta(beta: float) -> None:
@@ -44,25 +67,36 @@ def _signed_linear(sign: Tensor, linear_scale: Tensor | None, mode: str) -> Tens
     return linear_scale if mode == "congruent" else -linear_scale
 
 
-def _exponential_terms(
-    magnitude: Tensor,
-    inner_multiplier: Tensor | None,
-    offset: Tensor | None,
-    shift: Tensor | None,
-    beta: float | Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return exp(-n) * expm1(a), the curvature beta * m and exp(-n) (None for no offset)."""
-    curvature = torch.as_tensor(beta, dtype=magnitude.dtype, device=magnitude.device)
-    if inner_multiplier is not None:
-        curvature = curvature * inner_multiplier
+def _grow(
+    family: str, magnitude: Tensor, curvature: Tensor, offset: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor | float]:
+    """Return G of E = e_w * G, and what G lacks to its derivative with respect to beta * m * |w|."""
     exponent = curvature * magnitude
-    if shift is not None:
-        exponent = exponent + shift
-    growth = expm1(exponent)
+    if family == "sinh":
+        up, down = expm1(exponent), expm1(-exponent)
+        return (up - down) * 0.5, down + 1
+    if family == "damped":
+        if offset is None:
+            raise ConfigError("offset", None, "family='damped' needs n above 0")
+        # exp(-|w|) joins the exponent: the product of the printed factors would be 0 * inf for large weights.
+        rise = exp((curvature - 1) * magnitude - offset)
+        growth = rise * (0.0 - expm1(-exponent))  # and not -expm1, which may be -0.0
+        return growth, rise - growth
+    growth = expm1(exponent if shift is None else exponent + shift)
     if offset is None:
-        return growth, curvature, None
+        return growth, 1.0
     decay = exp(-offset)
-    return decay * growth, curvature, decay
+    return decay * growth, decay
+
+
+def _damp(magnitude: Tensor, offset: Tensor) -> Tensor:
+    """Return the damped family's factor on the linear path, 1 - exp(-n * exp(|w|))."""
+    return -expm1(-offset * exp(magnitude))
+
+
+def _curvature(magnitude: Tensor, inner_multiplier: Tensor | None, beta: float | Tensor) -> Tensor:
+    curvature = torch.as_tensor(beta, dtype=magnitude.dtype, device=magnitude.device)
+    return curvature if inner_multiplier is None else curvature * inner_multiplier
 
 
 def effective_weight(
@@ -76,12 +110,18 @@ def effective_weight(
     beta: float | Tensor,
     mode: str,
     family: str = "symexp",
+    normalize_by_inner_mult: bool = False,
 ) -> Tensor:
     """Map raw weights to effective weights (Eq. 3-7).
 
-    Evaluates ``sigma * (E + |w| * lam)`` with ``E = e_w * exp(-n) * expm1(beta * m * |w| + s)`` and lam the linear
-    scale with the sign that the mode gives it. Monotone in each half-line for valid scales; both zeros keep their sign
-    and have a live (one-sided) slope under autograd.
+    Evaluates ``sigma * (E + |w| * lam)`` with lam the linear scale with the mode's sign, and E by family:
+
+    - symexp: ``e_w * exp(-n) * expm1(beta * m * |w| + s)``;
+    - sinh: ``e_w * sinh(beta * m * |w|)``, without a linear path;
+    - damped: ``e_w * exp(-n) * expm1(beta * m * |w|) * exp(-|w|)``, and lam times ``1 - exp(-n * exp(|w|))``.
+
+    Monotone in each half-line for valid scales (damped: from beta * m = 0.3 on); both zeros keep their sign and have a
+    live (one-sided) slope under autograd.
 
     Args:
         raw: Raw weights w, any shape; float64 is computed in float64, everything else in float32.
@@ -91,14 +131,15 @@ def effective_weight(
         offset: n, broadcasts to raw; None for 0.
         shift: s, broadcasts to raw; None for 0. A non-zero shift makes the map jump at 0.
         beta: Fixed curvature, positive.
-        mode: "mismatch", "congruent", "oppose" or "exp_only".
-        family: "symexp".
+        mode: "mismatch", "congruent", "oppose" or "exp_only"; sinh has only congruent, damped congruent and exp_only.
+        family: "symexp", "sinh" (no linear_scale, offset, shift) or "damped" (no shift; offset above 0).
+        normalize_by_inner_mult: Divide the result by m, which then changes the curvature and not the gain near zero.
 
     Returns:
         Effective weights, shape of raw; float32, or float64 if raw or a scale is.
 
     Raises:
-        ConfigError: If mode or family is unknown or beta is not positive.
+        ConfigError: If mode or family is unknown, the family lacks a mode or scale, or beta is not positive.
 
     Example:
         >>> w = torch.tensor([-1.0, 0.0, 1.0])
@@ -107,18 +148,22 @@ def effective_weight(
         >>> bool((up == -up.flip(0)).all())
         True
     """
-    check_choice("mode", mode, MODES)
-    check_choice("family", family, FAMILIES)
+    given = {"linear_scale": linear_scale, "inner_multiplier": inner_multiplier, "offset": offset, "shift": shift}
+    check_family(family, mode, [name for name, scale in given.items() if scale is not None])
     if not isinstance(beta, Tensor):
         check_beta(beta)
     raw = raw.to(compute_dtype(raw))
     sign = torch.copysign(torch.ones_like(raw), raw.detach())
     magnitude = sign * raw
-    growth, _, _ = _exponential_terms(magnitude, inner_multiplier, offset, shift, beta)
+    growth, _ = _grow(family, magnitude, _curvature(magnitude, inner_multiplier, beta), offset, shift)
     inside = exp_scale * growth
     signed_linear = _signed_linear(sign, linear_scale, mode)
     if signed_linear is not None:
+        if family == "damped" and offset is not None:
+            signed_linear = signed_linear * _damp(magnitude, offset)
         inside = inside + magnitude * signed_linear
+    if normalize_by_inner_mult and inner_multiplier is not None:
+        inside = inside / inner_multiplier
     return sign * inside
 
 
@@ -134,6 +179,8 @@ def effective_weight_gradients(
     beta: float | Tensor,
     mode: str,
     names: Collection[str],
+    family: str = "symexp",
+    normalize_by_inner_mult: bool = False,
 ) -> dict[str, Tensor]:
     """Pull a gradient with respect to the effective weight back to raw and each scale, elementwise (SPEC section 5).
 
@@ -146,36 +193,67 @@ def effective_weight_gradients(
         offset: n, as in effective_weight.
         shift: s, as in effective_weight.
         beta: Fixed curvature.
-        mode: One of the four modes.
-        names: Which gradients to form: "raw" or names of scales.
+        mode: One of the family's modes.
+        names: Which gradients to form: "raw" or names of the family's scales.
+        family: As in effective_weight.
+        normalize_by_inner_mult: As in effective_weight.
 
     Returns:
         One tensor of raw's shape for each name; reduce it to the scale's own shape with reduce_gradient.
+
+    Raises:
+        ConfigError: If the family lacks a mode or a named scale.
     """
+    check_family(family, mode, [name for name in names if name != "raw"])
     dtype = compute_dtype(raw)
     raw, grad = raw.to(dtype), grad.to(dtype)
     sign = torch.copysign(torch.ones_like(raw), raw)
     magnitude = sign * raw
-    growth, curvature, decay = _exponential_terms(magnitude, inner_multiplier, offset, shift, beta)
-    exponential = growth + (1.0 if decay is None else decay)  # exp(a - n)
-    signed_linear = _signed_linear(sign, linear_scale, mode)
+    curvature = _curvature(magnitude, inner_multiplier, beta)
+    growth, lacking = _grow(family, magnitude, curvature, offset, shift)
+    rise = growth + lacking  # dG / d(beta * m * |w|)
+    linear = _signed_linear(sign, linear_scale, mode)
+    damping = damped_away = None
+    if family == "damped" and offset is not None:
+        damping = _damp(magnitude, offset)
+        if linear is not None:
+            # lam * |w| * d(damping)/dn; exp(|w|) * exp(-n * exp(|w|)) as one exponential, which cannot be inf * 0.
+            damped_away = linear * magnitude * exp(magnitude - offset * exp(magnitude))
+            linear = linear * damping
+    normalizer = inner_multiplier if normalize_by_inner_mult else None
+    grad = grad if normalizer is None else grad / normalizer
     signed_grad = grad * sign
     gradients: dict[str, Tensor] = {}
     if "raw" in names:
-        slope = exp_scale * curvature * exponential
-        gradients["raw"] = grad * (slope if signed_linear is None else slope + signed_linear)
+        slope = exp_scale * curvature * rise
+        if family == "damped":
+            slope = slope - exp_scale * growth
+        if linear is not None:
+            slope = slope + linear
+        if damped_away is not None and offset is not None:
+            slope = slope + damped_away * offset
+        gradients["raw"] = grad * slope
     if "exp_scale" in names:
         gradients["exp_scale"] = signed_grad * growth
     if "linear_scale" in names:
-        if mode == "exp_only":
-            gradients["linear_scale"] = torch.zeros_like(raw)
-        else:
-            upstream = grad if mode == "mismatch" else signed_grad
-            gradients["linear_scale"] = upstream * (-magnitude if mode == "oppose" else magnitude)
+        gradients["linear_scale"] = _linear_scale_gradient(grad, sign, magnitude, mode, damping)
     if "inner_multiplier" in names:
-        gradients["inner_multiplier"] = signed_grad * exp_scale * exponential * (beta * magnitude)
+        gradients["inner_multiplier"] = signed_grad * exp_scale * rise * (beta * magnitude)
+        if normalizer is not None:
+            total = exp_scale * growth if linear is None else exp_scale * growth + magnitude * linear
+            gradients["inner_multiplier"] = gradients["inner_multiplier"] - signed_grad * total / normalizer
     if "offset" in names:
         gradients["offset"] = -signed_grad * exp_scale * growth
+        if damped_away is not None:
+            gradients["offset"] = gradients["offset"] + signed_grad * damped_away
     if "shift" in names:
-        gradients["shift"] = signed_grad * exp_scale * exponential
+        gradients["shift"] = signed_grad * exp_scale * rise
     return gradients
+
+
+def _linear_scale_gradient(grad: Tensor, sign: Tensor, magnitude: Tensor, mode: str, damping: Tensor | None) -> Tensor:
+    if mode == "exp_only":
+        return torch.zeros_like(magnitude)
+    upstream = grad if mode == "mismatch" else grad * sign
+    gradient = upstream * (-magnitude if mode == "oppose" else magnitude)
+    return gradient if damping is None else gradient * damping

@@ -1,0 +1,163 @@
+"""ScaleConfig: what a user can choose about one scale; and what a family and the variants make of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from peft_sel.errors import ConfigError
+from peft_sel.numerics import FAMILY_SCALES, PATTERNS, check_choice
+
+NORMALIZERS = ("folded", "fixed")
+SUMS = ("row_col_add", "lora")  # patterns without a logarithm part by part
+
+
+@dataclass
+class ScaleConfig:
+    """How one structured scale is built and trained (section 4.4 of the paper).
+
+    Attributes:
+        pattern: "global", "row", "column", "row_col_mult", "row_col_add" or "lora".
+        init: Value everywhere at the start; None for the method's own (1/beta, 1/max(beta, 7.5), 1, 0, 0).
+        lr_mult: Multiplier k0 on the base learning rate, positive; None for 1, or where SELConfig.init_target draws
+            the weights, the paper's (50 annealed to 8 for exp_scale, linear_scale; 0.01 to 0.5 for inner_multiplier).
+        lr_mult_end: Multiplier k1 after annealing, positive; None keeps lr_mult throughout, if that is given.
+        weight_decay: Whether weight decay applies; None for the method's rule (exp_scale and linear_scale only).
+        trainable: False fixes the scale at its start.
+        rank: Inner dimension of the lora pattern.
+        transform: "exp" trains the logarithm of each part, so that the scale stays positive; None the part itself.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    pattern: str = "row_col_mult"
+    init: float | None = None
+    lr_mult: float | None = None
+    lr_mult_end: float | None = None
+    weight_decay: bool | None = None
+    trainable: bool = True
+    rank: int = 4
+    transform: Literal["exp"] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("pattern", self.pattern, PATTERNS)
+        for name in ("lr_mult", "lr_mult_end"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(name, value, "a multiplier must be positive; trainable=False fixes a scale")
+        if self.init is not None and not math.isfinite(self.init):
+            raise ConfigError("init", self.init, "the start of a scale must be finite")
+        if self.transform == "exp" and self.init is not None and self.init <= 0:
+            raise ConfigError("init", self.init, "transform='exp' trains a logarithm; start above 0")
+        if self.rank < 1:
+            raise ConfigError("rank", self.rank, "the lora pattern needs a rank of at least 1")
+        if self.transform not in (None, "exp"):
+            raise ConfigError("transform", self.transform, "unknown; choose None or 'exp'")
+        if self.transform == "exp" and self.pattern in ("row_col_add", "lora"):
+            raise ConfigError(
+                "transform", self.transform, f"a sum ({self.pattern}) has no logarithm part by part; use row_col_mult"
+            )
+
+
+@dataclass
+class ResolvedScale(ScaleConfig):
+    """A scale as a family and the variants of the parametrisation complete it.
+
+    Attributes:
+        family: Says where the scale starts.
+        divisor: What the trained parts are divided by: "beta", "linear_beta" (beta, at least 7.5) or None.
+        divides: Whether the transform is divided by this scale, which then may not reach 0.
+    """
+
+    family: str = "symexp"
+    divisor: Literal["beta", "linear_beta"] | None = None
+    divides: bool = False
+
+
+def resolve_scale(
+    name: str, config: ScaleConfig, *, family: str, normalizer: str, log_curvature: bool, normalize_by_inner_mult: bool
+) -> ResolvedScale:
+    """Complete a scale by what follows from the other fields of a SELConfig.
+
+    Args:
+        name: Name of the scale.
+        config: What was chosen for it.
+        family: As in SELConfig.
+        normalizer: As in SELConfig.
+        log_curvature: As in SELConfig.
+        normalize_by_inner_mult: As in SELConfig.
+
+    Returns:
+        The scale; n of the damped family, and m of log_curvature, as logarithms.
+    """
+    resolved = ResolvedScale(**asdict(config), family=family)
+    if name == "inner_multiplier":
+        resolved.divides = normalize_by_inner_mult
+        if log_curvature:
+            resolved.transform, resolved.divisor = "exp", "beta"
+    if name == "offset" and family == "damped":
+        resolved.transform = "exp"
+    if normalizer == "fixed" and name == "exp_scale":
+        resolved.divisor = "beta"
+    if normalizer == "fixed" and name == "linear_scale" and family == "symexp":
+        resolved.divisor = "linear_beta"
+    return resolved
+
+
+def check_family_scales(family: str, scales: dict[str, ScaleConfig | None]) -> None:
+    """Check what was chosen for the scales against a family.
+
+    Args:
+        family: The family.
+        scales: Every scale by name, None where it is fixed or left out.
+
+    Raises:
+        ConfigError: If the family lacks a scale, or n of the damped family is not positive.
+    """
+    for name, config in scales.items():
+        if config is not None and name not in FAMILY_SCALES[family]:
+            raise ConfigError(
+                name,
+                config.pattern,
+                f"family={family!r} has no such scale, only {', '.join(FAMILY_SCALES[family])}; leave it out",
+            )
+    offset = scales["offset"]
+    if family != "damped" or offset is None:
+        return
+    if offset.init is not None and offset.init <= 0:
+        raise ConfigError(
+            "offset", offset.init, "family='damped' needs n above 0: at 0 it has no linear path, below it no inverse"
+        )
+    if offset.pattern in SUMS:
+        raise ConfigError(
+            "offset",
+            offset.pattern,
+            "family='damped' trains the logarithm of n; use global, row, column or row_col_mult",
+        )
+
+
+def check_multiplier(multiplier: ScaleConfig | None, log_curvature: bool, normalize_by_inner_mult: bool) -> None:
+    """Check what was chosen for the inner multiplier against the variants of the curvature.
+
+    Args:
+        multiplier: What was chosen for m.
+        log_curvature: As in SELConfig.
+        normalize_by_inner_mult: As in SELConfig.
+
+    Raises:
+        ConfigError: If there is no m for a variant, or its pattern has no logarithm.
+    """
+    for field, chosen in (("log_curvature", log_curvature), ("normalize_by_inner_mult", normalize_by_inner_mult)):
+        if not isinstance(chosen, bool):
+            raise ConfigError(field, chosen, "must be True or False")
+        if chosen and multiplier is None:
+            raise ConfigError(field, chosen, "needs an inner_multiplier, which is None; give it a pattern")
+    if log_curvature and multiplier is not None and multiplier.pattern in SUMS:
+        raise ConfigError(
+            "log_curvature",
+            log_curvature,
+            f"a sum ({multiplier.pattern}) has no logarithm part by part; make inner_multiplier global, row, column or "
+            "row_col_mult",
+        )
