@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from peft_sel import SELConfig, SELLayer, create_sel_optimizer
+from peft_sel import SELConfig, SELError, SELLayer, create_sel_optimizer
 from peft_sel.numerics import SCALE_NAMES, effective_weight, expand_parts
 
 pytestmark = pytest.mark.real
@@ -59,6 +59,28 @@ def test_every_tensor_is_bit_identical_at_zero_steps(real_checkpoint, dtype, mod
     assert len(reports) == NUM_TARGETS
     assert max(report.num_steps for report in reports) <= 5
     assert_same_bits(model.merge_and_unload().state_dict(), base)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "sinh", "mode": "congruent"},
+        {"family": "damped", "mode": "congruent"},
+        {"log_curvature": True, "normalize_by_inner_mult": True, "normalizer": "fixed"},
+    ],
+)
+def test_every_family_is_bit_identical_at_zero_steps(real_checkpoint, options):
+    model, base = convert(real_checkpoint, torch.bfloat16, base_weight="drop", r=0, **options)
+    reports = [layer.inversion_report["default"] for _, layer in sel_layers(model)]
+    assert len(reports) == NUM_TARGETS
+    assert max(report.num_steps for report in reports) <= (12 if "family" in options else 5)
+    assert_same_bits(model.merge_and_unload().state_dict(), base)
+
+
+def test_damped_names_the_tensor_that_its_exponential_path_cannot_reach(real_checkpoint):
+    """beta="auto" gives the heaviest tensors a curvature below 1.25."""
+    with pytest.raises(SELError, match=r"beta=[01]\.\d+: model\.layers\.\d+\..*weight: .*reaches no large weight"):
+        convert(real_checkpoint, torch.bfloat16, family="damped", mode="exp_only", r=0)
 
 
 @pytest.mark.parametrize("beta", ["auto", 7.5, 20.0])
