@@ -12,13 +12,14 @@ INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
 PACKAGE := .[train,demo,test,plots
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check check-long peft-suite test-lowest clean
+.PHONY: help demo bench test check check-long peft-suite test-lowest clean
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
 	@echo "make test         the default tests, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
+	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (up to an hour)"
 	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two to three minutes)"
 	@echo "make test-lowest  the default tests on the lowest versions that setup.cfg allows (downloads 3 GB)"
 	@echo "make clean        remove the virtual environments and tool caches"
@@ -34,6 +35,9 @@ check-long: $(VENV)/.ready
 
 peft-suite: $(VENV)/.ready
 	$(BIN)/python tests/peft_suite/run.py $(ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check

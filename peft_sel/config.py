@@ -28,7 +28,7 @@ from peft_sel.scale_config import (
 )
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BIASES = ("none", "all")
+BIASES = ("none", "sel_only", "all")
 BASE_WEIGHTS = ("keep", "drop")
 INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
 DEFAULT = "default"  # of a scale that some families lack
@@ -83,7 +83,10 @@ class SELConfig(PeftConfig):
         residual_alpha: The residual is scaled by residual_alpha / r; None for r, that is 1.
         residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta;
             None for 1, or the paper's 0.5 where init_target draws the weights.
-        bias: "none", or "all" to train every bias of the model plainly.
+        bias: "none", "sel_only" to convert the biases of the target modules too, or "all" to train every bias of the
+            model plainly. A converted bias has a curvature of its own (named like "q_proj.bias" in beta_pattern), no
+            residual, and scales that are global or one number per element: row_col_mult and column become global,
+            row_col_add and lora row. Its base is frozen, and kept by base_weight="drop".
         base_weight: "keep", or "drop" to free the base weights: disable_adapter, unmerge and unload then raise.
         raw_dtype: "float32" or "float64", whatever PEFT's autocast_adapter_dtype says; or, at a loss, "bfloat16" or
             "float16". Measured on heavy-tailed weights with nothing trained: bfloat16 raw changes 12-14 % of a bf16

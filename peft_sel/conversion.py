@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.errors import AdapterMismatchError, ConfigError
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
+    SCALE_NAMES,
     InversionReport,
     auto_beta,
     expand_parts,
@@ -21,12 +24,31 @@ from peft_sel.numerics import (
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
+BIAS = "bias"  # the parameter that bias="sel_only" converts beside a target module's weight
+VECTOR_PATTERNS = {"column": "global", "row_col_mult": "global", "row_col_add": "row", "lora": "row"}
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 def matches_end(pattern: str, name: str) -> bool:
     """Whether a regex matches a module name, or its end after a dot."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+
+
+def vector_config(config: SELConfig) -> SELConfig:
+    """Return the configuration of a bias beside a weight that has config: a matrix of one column, without a residual.
+
+    Args:
+        config: The adapter's configuration.
+
+    Returns:
+        A copy whose scales are global or row: on one column, a sum of rows and columns is no more than a row.
+    """
+    scales: dict[str, Any] = {}
+    for name in SCALE_NAMES:
+        scale = getattr(config, name)
+        pattern = None if scale is None else VECTOR_PATTERNS.get(scale.pattern, scale.pattern)
+        scales[name] = None if scale is None else dataclasses.replace(scale, pattern=pattern)
+    return dataclasses.replace(config, r=0, base_weight="keep", **scales)
 
 
 def resolve_beta(
@@ -139,12 +161,14 @@ def to_matrix(weight: Tensor, transposed: bool) -> Tensor:
 
     Args:
         weight: Weight in its module's layout: (d_out, d_in) of Linear and Embedding (whose rows are the vocabulary),
-            (d_out, d_in / groups, *kernel) of convolutions, (d_in, d_out) of transformers' Conv1D.
+            (d_out, d_in / groups, *kernel) of convolutions, (d_in, d_out) of transformers' Conv1D, (d_out,) of a bias.
         transposed: Whether the layout is (d_in, d_out).
 
     Returns:
         A view; from_matrix undoes it.
     """
+    if weight.dim() == 1:
+        return weight[:, None]
     return weight.T if transposed else weight.flatten(1)
 
 
@@ -216,6 +240,7 @@ def expected_shapes(
         flags = {"transposed": ()} if transposed else {}
         members = expected_shapes(config, shape[1:], transposed)
         return {name: (shape[0], *member) for name, member in members.items()} | flags
+    config = vector_config(config) if len(shape) == 1 else config
     shapes: dict[str, tuple[int, ...]] = {"beta": ()}
     if config.train_raw:
         shapes["raw"] = shape
@@ -257,8 +282,9 @@ def rebuild_weight(
     reference = tensors.get("raw", base_weight)
     shape = tuple(reference.shape) if reference is not None else ()
     transposed, stacked = "transposed" in tensors, "beta" in tensors and tensors["beta"].dim() > 0
-    if len(shape) < (3 if stacked else 2) or (base_weight is not None and tuple(base_weight.shape) != shape):
+    if len(shape) < (3 if stacked else 1) or (base_weight is not None and tuple(base_weight.shape) != shape):
         raise AdapterMismatchError(name, [], [], [f"{PREFIX}raw {shape}"])
+    config = vector_config(config) if len(shape) == 1 else config
     expected = expected_shapes(config, shape, transposed, stacked)
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     wrong = [key for key in expected if key in tensors and tuple(tensors[key].shape) != expected[key]]

@@ -1,4 +1,4 @@
-"""Parameters that are not a module's weight, such as the stacked experts of transformers: one layer for each."""
+"""Parameters that are not a module's weight, such as biases and the stacked experts of transformers: a layer each."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MIN_EXPERT_DIMS = 3
 
 
 class SELParameter(SELLayer, nn.Module):
-    """The adapters of one named parameter: a matrix, or a stack of experts (num_experts, d_out, d_in).
+    """The adapters of one named parameter: a matrix, a stack of experts (num_experts, d_out, d_in), or a bias.
 
     Every expert is a matrix with its own curvature, scales and residual; they are stored as stacked tensors, one set
-    for each parameter. The module that owns the parameter runs inside a SELHolder.
+    for each parameter. The module that owns the parameter runs inside a SELHolder; that of a bias, in a SELModule.
     """
 
     def __init__(self, owner: nn.Module, parameter_name: str, name: str) -> None:
@@ -39,7 +39,7 @@ class SELParameter(SELLayer, nn.Module):
         self.stack = tuple(weight.shape[:-2])
         kind = type(base_layer).__name__
         self.transposed = bool(self.stack) and (getattr(base_layer, "is_transposed", False) or kind in TRANSPOSED_KINDS)
-        sides = weight.shape[-2:]
+        sides = (*weight.shape, 1) if weight.dim() == 1 else weight.shape[-2:]
         self.out_features, self.in_features = sides[::-1] if self.transposed else sides
 
     @property
@@ -68,7 +68,7 @@ class SELParameter(SELLayer, nn.Module):
         """Return what the owner has to run with; None for the parameter that it holds (disabled, merged, not active).
 
         Returns:
-            The effective value in the owner's dtype, or None.
+            The effective value in the parameter's dtype, or None.
 
         Raises:
             DroppedBaseError: If the adapters are disabled and one of them freed the parameter.
@@ -78,13 +78,11 @@ class SELParameter(SELLayer, nn.Module):
                 raise DroppedBaseError(f"running {self.module_name} without its adapter", self.base_dropped)
             if self.merged:
                 self.unmerge()
-        if self.disable_adapters or self.merged:
-            return None
-        adapters = [name for name in self.active_adapters if name in self.sel_config]
-        return self.get_running_weight(adapters) if adapters else None
+        extra = [] if self.disable_adapters else self._active_unmerged()
+        return self.get_running_weight([*self.merged_adapters, *extra]) if extra else None
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Say no: LoRA's own layers hold one matrix.
+        """Say no: LoRA's own layers hold one matrix, and no bias.
 
         Args:
             adapter_name: Name of the adapter.
@@ -151,11 +149,6 @@ class SELHolder(nn.Module):
             layer._active_adapter = adapter
         layer.update_layer(adapter, config, **options)
 
-    def remove_empty(self) -> None:
-        """Remove the layers of parameters that have no adapter any more."""
-        for name in [name for name, layer in self.sel_parameters.items() if not layer.sel_config]:
-            del self.sel_parameters[name]
-
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
@@ -168,6 +161,12 @@ class SELHolder(nn.Module):
 
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
+
+
+def remove_empty(layers: nn.ModuleDict) -> None:
+    """Remove the layers of parameters that have no adapter any more."""
+    for name in [name for name, layer in layers.items() if not layer.sel_config]:
+        del layers[name]
 
 
 def place_holder(parent: nn.Module, child_name: str, child: nn.Module) -> SELHolder:
@@ -245,7 +244,7 @@ def _iter_parameter_names(model: nn.Module) -> Iterator[str]:
 
 
 def is_internal(path: str) -> bool:
-    """Whether a module is a part of the adapters of a holder."""
+    """Whether a module is a part of the adapters of a parameter."""
     return f".{HOLDER_NAME}." in f".{path}."
 
 

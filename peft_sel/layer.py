@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
+    HOLDER_NAME,
     PREFIX,
     draw_target,
     fold_weight,
@@ -30,7 +31,7 @@ from peft_sel.errors import (
     UnsupportedModuleError,
 )
 from peft_sel.kept import KeptWeights
-from peft_sel.kernels import Scales
+from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
 from peft_sel.structured import StructuredScale
 
@@ -86,6 +87,7 @@ class SELLayer(BaseTunerLayer):
         self.merged_adapters = []
         self._disable_adapters = False
         self.kept_weights = KeptWeights()
+        self.keeps_weight_for_backward = False
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
         self._parameter_order = tuple(base_layer._parameters)
         self.in_features: int | None
@@ -228,6 +230,20 @@ class SELLayer(BaseTunerLayer):
         if adapter in self.symexplin_raw_frozen and not bool(torch.isfinite(self.base_weight).all()):
             raise NonFiniteWeightError(self.weight_name, int((~torch.isfinite(self.base_weight)).sum()))
 
+    def _fold_inputs(
+        self, adapter: str, dtype: torch.dtype | None = None
+    ) -> tuple[WeightSpec, Tensor, Tensor, Scales, tuple[Tensor, Tensor] | None]:
+        """Return what kernels.fold takes, with raw in the base layer's layout; dtype None is the base layer's."""
+        config, scales = self.sel_config[adapter], self.scales(adapter)
+        raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
+        patterns = tuple((name, scale.pattern) for name, scale in scales.items())
+        spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
+        parts: Scales = {name: scale.parts(self.symexplin_beta[adapter]) for name, scale in scales.items()}
+        residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
+        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
+            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
+        return spec, raw, self.symexplin_beta[adapter], parts, residual
+
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
 
@@ -238,15 +254,7 @@ class SELLayer(BaseTunerLayer):
         Returns:
             w_eff in the base layer's layout.
         """
-        config, scales = self.sel_config[adapter], self.scales(adapter)
-        raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
-        patterns = tuple((name, scale.pattern) for name, scale in scales.items())
-        spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
-        parts: Scales = {name: scale.parts(self.symexplin_beta[adapter]) for name, scale in scales.items()}
-        residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
-            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
-        return fold_weight(spec, raw, self.symexplin_beta[adapter], parts, residual, self.transposed)
+        return fold_weight(*self._fold_inputs(adapter, dtype), self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Whether the adapter can be written as a LoRA: PEFT does that for linear layers only."""
@@ -342,6 +350,9 @@ class SELLayer(BaseTunerLayer):
             setattr(base, self.parameter_name, self._unmerged.pop("weight"))
         self.merged_adapters.clear()
 
+    def _active_unmerged(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
+
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
         """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
         device, _ = super()._get_base_layer_device_and_dtype(base_layer)
@@ -358,7 +369,7 @@ class SELLayer(BaseTunerLayer):
         self.kept_weights.clear()
         if recurse:
             for name, child in module.named_children():
-                child._apply(fn if name == "base_layer" else keep_dtype)
+                child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
         for weight in self._unmerged.values():
             weight.data = fn(weight.data)
         return nn.Module._apply(module, fn, recurse=False)

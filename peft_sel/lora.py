@@ -52,8 +52,8 @@ def save_as_lora(
     Raises:
         AdapterStateError: If a converted module lacks the adapter, or the model has none.
         DroppedBaseError: If the base weights, and so the deltas, are gone.
-        LoraConversionError: If the adapter has Embedding or convolution modules or trained tokens, or a rank exceeds a
-            module's size.
+        LoraConversionError: If the adapter has Embedding or convolution modules, biases or trained tokens, or a rank
+            exceeds a module's size.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SELLayer)}
     _check_layers(layers, adapter_name, rank)
@@ -85,6 +85,8 @@ def _check_layers(layers: dict[str, SELLayer], adapter_name: str, rank: int | fl
         base: Any = layer.get_base_layer()
         if layer.base_dropped is not None:
             raise DroppedBaseError("save_as_lora", layer.base_dropped)
+        if layer.base_weight.dim() == 1:
+            raise LoraConversionError(layer.weight_name, "is a bias, and a LoRA adapts matrices")
         if not layer.supports_lora_conversion(adapter_name):
             raise LoraConversionError(name, f"is a {type(base).__name__}, and only linear layers can become a LoRA")
         if isinstance(rank, int) and rank > min(base.weight.shape):

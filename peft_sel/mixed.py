@@ -11,9 +11,9 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from peft_sel.errors import MixedBatchError, list_names
-from peft_sel.experts import SELParameter
+from peft_sel.experts import SELHolder
 from peft_sel.layer import SELLayer
-from peft_sel.modules import BASE_ROWS
+from peft_sel.modules import BASE_ROWS, SELModule
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def route_rows(model: nn.Module, names: Sequence[str], call: Mapping[str, Any]) 
     """
     names = _check_names(model, names)
     hook = partial(_add_names, names=names, copies=_count_copies(call))
-    modules = [module for module in model.modules() if isinstance(module, (SELLayer, AuxiliaryTrainingWrapper))]
+    modules = [module for module in model.modules() if isinstance(module, (SELModule, AuxiliaryTrainingWrapper))]
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
@@ -52,10 +52,10 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         )
     if merged := sorted({name for layer in layers for name in layer.merged_adapters}):
         raise MixedBatchError(names, f"meets the merged {list_names(merged)}", "call unmerge_adapter first")
-    if stacks := [module.module_name for module in model.modules() if isinstance(module, SELParameter)]:
-        raise MixedBatchError(
-            names, f"meets the target parameter {stacks[0]}, which does not run row by row", "use one batch per adapter"
-        )
+    if holders := [module for module in model.modules() if isinstance(module, SELHolder)]:
+        parameter: Any = next(layer for holder in holders for layer in holder.sel_parameters.values())
+        problem = f"meets the target parameter {parameter.module_name}, which does not run row by row"
+        raise MixedBatchError(names, problem, "use one batch per adapter")
     return list(names)
 
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner, _ExcludedModule, _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from peft_sel.config import SELConfig
-from peft_sel.conversion import PREFIX, matches_end
+from peft_sel.checks import check_can_add, check_found, check_merged_is_finite, check_saved, check_tokens
+from peft_sel.conversion import BIAS, PREFIX, matches_end
 from peft_sel.errors import (
     AdapterStateError,
-    BrokenMergeError,
     ConfigError,
     DroppedBaseError,
     OffloadedError,
@@ -28,9 +27,8 @@ from peft_sel.errors import (
 )
 from peft_sel.experts import find_parameters, find_untouched_experts, is_internal, place_holder
 from peft_sel.layer import SELLayer
-from peft_sel.loading import check_saved
 from peft_sel.mixed import route_rows
-from peft_sel.modules import SELModule, check_tokens, choose_layer_class
+from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.removal import iter_sel_layers, remove_adapter
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
@@ -50,18 +48,20 @@ class SELModel(BaseTuner):
         """Yield the SEL layers of the model."""
         return iter_sel_layers(self.model)
 
-    def keep_effective_weights(self, enabled: bool) -> None:
-        """Choose whether evaluation (eval mode, no gradients) keeps effective weights between forward passes.
+    def keep_effective_weights(self, evaluation: bool = True, training: bool = False) -> None:
+        """Choose where effective weights are kept rather than computed again, for the layers there are now.
 
-        On from the start: generating text would otherwise compute every weight again for every token. What is kept
-        takes the memory of the converted weights once more, in the base model's dtype, until train() is called.
+        What is kept takes the memory of the converted weights once more, in the base model's dtype.
 
         Args:
-            enabled: False computes the weights in each pass.
+            evaluation: In eval mode without gradients, between forward passes until train() is called; the default,
+                since generating text would otherwise compute every weight for every token.
+            training: From forward to backward, by linear layers; saves the time to compute them once more.
         """
         for layer in self.sel_layers():
-            layer.kept_weights.enabled = enabled
+            layer.kept_weights.enabled = evaluation
             layer.kept_weights.clear()
+            layer.keeps_weight_for_backward = training
 
     def inject_adapter(
         self,
@@ -81,7 +81,7 @@ class SELModel(BaseTuner):
             state_dict: Takes the target modules from these keys.
         """
         config: Any = self.peft_config[adapter_name]
-        self._check_can_add(model, adapter_name, config)
+        check_can_add(model, adapter_name, config)
         weakened = config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.draws_targets
         if weakened and not config.inference_mode:
             warnings.warn(
@@ -110,7 +110,7 @@ class SELModel(BaseTuner):
                 layer.enable_adapters(False)
         if config.base_weight == "drop":
             for layer in iter_sel_layers(model):
-                if adapter_name in layer.sel_config:
+                if adapter_name in layer.sel_config and layer.sel_config[adapter_name].base_weight == "drop":
                     layer.drop_base_weight()
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
@@ -120,25 +120,6 @@ class SELModel(BaseTuner):
                 stacklevel=2,
             )
 
-    @staticmethod
-    def _check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
-        """Raise if the name cannot be, the model has it already, or another adapter needs a base to be dropped."""
-        if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
-            raise AdapterStateError(
-                adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
-            )
-        others = {name for layer in iter_sel_layers(model) for name in layer.sel_config}
-        if adapter_name in others:
-            raise AdapterStateError(
-                adapter_name, "is already in this model", "delete it first, or give the new one another name"
-            )
-        if config.base_weight == "drop" and others:
-            raise AdapterStateError(
-                adapter_name,
-                f"would free the base weights, which {list_names(sorted(others))} may need",
-                "use base_weight='keep', or delete the other adapters first",
-            )
-
     def _find_targets(self, model: nn.Module, config: Any) -> list[str]:
         """Return the names of the modules that a configuration targets; refuse a beta_pattern that matches none."""
         config = _maybe_include_all_linear_layers(
@@ -146,21 +127,11 @@ class SELModel(BaseTuner):
         )
         names = [name for name, _ in model.named_modules() if name and self._check_target_module_exists(config, name)]
         for target, found in find_parameters(model, config.target_parameters or []).items():
-            if not found:
-                raise ConfigError("target_parameters", target, "is the end of no parameter's name in this model")
-            paths = {path: name for name in found for path in (name, name.rpartition(".")[0])}
-            excluded = [
-                paths[p] for p in paths if isinstance(self._check_target_module_exists(config, p), _ExcludedModule)
-            ]
-            if excluded:
-                reason = (
-                    f"{excluded[0]} is under exclude_modules or modules_to_save, which do not reach parameters; name "
-                    "only those to convert, as in '0.mlp.experts.down_proj'"
-                )
-                raise ConfigError("target_parameters", target, reason)
+            check_found(target, found, lambda path: self._check_target_module_exists(config, path))
             names += found
+        biases = [f"{name}.{BIAS}" for name in names] if config.bias == "sel_only" else []
         for pattern in config.beta_pattern:
-            if names and not any(matches_end(pattern, name) for name in names):
+            if names and not any(matches_end(pattern, name) for name in (*names, *biases)):
                 raise ConfigError("beta_pattern", pattern, "matches no target module; write a regex of its name's end")
         check_tokens(model, config, names)
         return names
@@ -223,6 +194,32 @@ class SELModel(BaseTuner):
             self._replace_module(parent, target_name, module, target)
         self._progress.update()
 
+    def _check_new_adapter_config(self, config: PeftConfig) -> None:
+        """Refuse a second adapter with biases only where one trains the base's own: converted ones are apart."""
+        if any(getattr(other, BIAS, "none") == "all" for other in self.peft_config.values()):
+            super()._check_new_adapter_config(config)
+
+    def _mark_only_adapters_as_trainable(self, model: nn.Module) -> None:
+        """Freeze the base, its biases too where "sel_only" converts them: PEFT takes "..._only" as training these."""
+        super()._mark_only_adapters_as_trainable(model)
+        if not self._trains_base_biases():
+            for layer in iter_sel_layers(model):
+                if isinstance(bias := getattr(layer.get_base_layer(), BIAS, None), nn.Parameter):
+                    bias.requires_grad_(False)
+
+    def _trains_base_biases(self) -> bool:
+        return any(getattr(self.peft_config[name], BIAS, "none") == "all" for name in self.active_adapters)
+
+    @classmethod
+    def _get_learnable_bias_state_dict(
+        cls, model: nn.Module, state_dict: dict[str, Tensor], config: Any
+    ) -> dict[str, Tensor]:
+        """Select the base biases to save: none where "sel_only" converts them."""
+        if config.bias == "sel_only":
+            return {}
+        biases: dict[str, Tensor] = super()._get_learnable_bias_state_dict(model, state_dict, config)
+        return biases
+
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         """Put a module in the place of another; PEFT's version fails on a saved module without a weight of its own."""
         setattr(parent, child_name, new_module)
@@ -254,7 +251,10 @@ class SELModel(BaseTuner):
     def disable_adapter_layers(self) -> None:
         """Run the base model until adapters are enabled again; an error where the base weights were dropped."""
         self._require_base("disable_adapter")
-        super().disable_adapter_layers()
+        if self._trains_base_biases():  # PEFT warns, of any biases
+            super().disable_adapter_layers()
+        else:
+            self._enable_adapter_layers(enabled=False)
 
     def _check_known(self, names: str | list[str] | None) -> None:
         known = list(self.peft_config)
@@ -311,7 +311,7 @@ class SELModel(BaseTuner):
         """
         self._check_known(adapter_names)
         if safe_merge:
-            self._check_finite(adapter_names)
+            check_merged_is_finite(self.sel_layers(), self.active_adapters if adapter_names is None else adapter_names)
         super().merge_adapter(adapter_names=adapter_names)
 
     def _unload_and_optionally_merge(
@@ -323,7 +323,7 @@ class SELModel(BaseTuner):
     ) -> Any:
         self._check_known(adapter_names)
         if merge and safe_merge:
-            self._check_finite(adapter_names)
+            check_merged_is_finite(self.sel_layers(), self.active_adapters if adapter_names is None else adapter_names)
         while True:  # what lies inside a holder comes to light when the holder is gone
             super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
             if not any(self.sel_layers()):
@@ -332,14 +332,6 @@ class SELModel(BaseTuner):
             keep_parted_weights_apart(self.model)
             settle_quantization(self.model)
         return self.model
-
-    @torch.no_grad()
-    def _check_finite(self, adapter_names: list[str] | None) -> None:
-        names = self.active_adapters if adapter_names is None else adapter_names
-        for layer in self.sel_layers():
-            new = [name for name in names if name in layer.sel_config and name not in layer.merged_adapters]
-            if new and not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
-                raise BrokenMergeError(layer.weight_name, new)
 
     @classmethod
     def _get_adapter_state_dict(
@@ -364,8 +356,9 @@ class SELModel(BaseTuner):
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
         mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        # PEFT saves the base weight of a targeted lm_head along; loading it would overwrite a tied embedding.
-        mapped = {key: value for key, value in mapped.items() if not key.endswith(".base_layer.weight")}
+        # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
+        copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
+        mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
         try:
             state = model.state_dict()
             own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])

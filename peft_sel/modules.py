@@ -1,4 +1,4 @@
-"""The layers that run a target module with its effective weight, and which of them a module gets."""
+"""The layers that run a target module with its effective weight and bias, which one a module gets, and its removal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
-from peft_sel.errors import ConfigError, DroppedBaseError, MixedBatchError, UnsupportedModuleError
+from peft_sel.conversion import BIAS, vector_config
+from peft_sel.errors import DroppedBaseError, MixedBatchError, UnsupportedModuleError
+from peft_sel.experts import SELParameter
+from peft_sel.kernels import linear
 from peft_sel.layer import SELLayer
 
 BASE_ROWS = "__base__"  # PEFT's name, in adapter_names, for the untouched base
 
 
 class SELModule(SELLayer, nn.Module):
-    """A module that computes with one weight (Embedding, Conv1D, Conv1d to Conv3d), run with the effective weight."""
+    """A module that computes with one weight (Embedding, Conv1D, Conv1d to Conv3d), run with the effective weight.
+
+    The adapters of its bias, if bias="sel_only" asks for them, are in sel_parameters.
+    """
 
     def __init__(
         self,
@@ -30,11 +36,44 @@ class SELModule(SELLayer, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         super().__init__(base_layer, name)
+        self.sel_parameters = nn.ModuleDict()
         self._active_adapter = adapter
         self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
 
+    @property
+    def bias_layer(self) -> SELParameter | None:
+        """The adapters of the bias, None where it has none."""
+        layers: Any = self.sel_parameters._modules
+        layer: SELParameter | None = layers.get(BIAS)
+        return layer
+
+    def update_layer(
+        self, adapter: str, config: SELConfig, *, hidden_size: int | None = None, convert: bool = True
+    ) -> None:
+        """Add an adapter to the weight, and to the bias if there is one and config.bias is "sel_only".
+
+        Args:
+            adapter: Name of the adapter.
+            config: Its configuration.
+            hidden_size: Width of the model, for beta="width".
+            convert: False leaves raw and beta to be loaded (low_cpu_mem_usage).
+
+        Raises:
+            SELError: If the weight or the bias cannot be converted.
+        """
+        super().update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
+        base: Any = self.get_base_layer()
+        if config.bias != "sel_only" or base._parameters.get(BIAS) is None:
+            return
+        layer = self.bias_layer
+        if layer is None:
+            layer = SELParameter(base, BIAS, f"{self.module_name}.{BIAS}")
+            layer._active_adapter = self._active_adapter
+            self.sel_parameters[BIAS] = layer
+        layer.update_layer(adapter, vector_config(config), hidden_size=hidden_size, convert=convert)
+
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """Run the base layer: as it is where adapters are disabled or all merged, else with the effective weight.
+        """Run the base layer as it is where adapters are disabled or all merged, else with effective weight and bias.
 
         Args:
             x: Input.
@@ -57,12 +96,31 @@ class SELModule(SELLayer, nn.Module):
         elif adapter_names is not None:
             return self._run_rows(x, adapter_names)
         extra = [] if self.disable_adapters else self._active_unmerged()
-        if not extra:
+        bias = self._get_active_bias()
+        if not extra and bias is None:
             return self.base_layer(x, *args, **kwargs)
-        return self._run(self.get_running_weight([*self.merged_adapters, *extra]), x)
+        bias = self._own_bias() if bias is None else bias
+        return (
+            self._run_adapters([*self.merged_adapters, *extra], bias, x) if extra else self._run(self.weight, bias, x)
+        )
+
+    def _get_active_bias(self) -> Tensor | None:
+        """Return the effective bias of the active adapters; None for the bias that the base layer holds."""
+        if (layer := self.bias_layer) is None:
+            return None
+        if self.disable_adapters:
+            layer.unmerge()
+            return None
+        bias: Tensor | None = layer()
+        return bias
+
+    def _own_bias(self) -> Tensor | None:
+        """Return the bias that the base layer holds, None where it has none."""
+        bias: Tensor | None = getattr(self.get_base_layer(), BIAS, None)
+        return bias
 
     def _run_rows(self, x: Tensor, names: list[str]) -> Tensor:
-        """Run the rows of each adapter with its effective weight, those of others with the base layer."""
+        """Run the rows of each adapter with its effective weight and bias, those of others with the base layer."""
         if len(x) != len(names):
             raise MixedBatchError(
                 names, f"names {len(names)} rows, and {self.module_name} runs {len(x)}", "give one name per row"
@@ -73,17 +131,27 @@ class SELModule(SELLayer, nn.Module):
         if BASE_ROWS in rows and self.base_dropped is not None:
             raise DroppedBaseError(f"running rows of {self.module_name} without its adapter", self.base_dropped)
         results = [
-            self.base_layer(x[group]) if name == BASE_ROWS else self._run(self.get_running_weight([name]), x[group])
+            self.base_layer(x[group]) if name == BASE_ROWS else self._run_adapter(name, x[group])
             for name, group in rows.items()
         ]
         order = torch.tensor([index for group in rows.values() for index in group], device=x.device)
         return torch.cat(results)[order.argsort()]
 
-    def _run(self, weight: Tensor, x: Tensor) -> Tensor:
+    def _run_adapter(self, adapter: str, x: Tensor) -> Tensor:
+        layer = self.bias_layer
+        has_bias = layer is not None and adapter in layer.sel_config
+        bias = layer.get_effective_weight(adapter) if layer is not None and has_bias else self._own_bias()
+        return self._run(self.get_running_weight([adapter]), bias, x)
+
+    def _run_adapters(self, adapters: list[str], bias: Tensor | None, x: Tensor) -> Tensor:
+        return self._run(self.get_running_weight(adapters), bias, x)
+
+    def _run(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         base: Any = self.get_base_layer()
         result: Tensor
         if self.transposed:
-            result = torch.addmm(base.bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], base.nf)
+            assert bias is not None
+            result = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], base.nf)
         elif isinstance(base, nn.Embedding):
             result = nn.functional.embedding(
                 x, weight, base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq, sparse=base.sparse
@@ -91,11 +159,17 @@ class SELModule(SELLayer, nn.Module):
             scale = self._get_embed_scale()
             result = result if scale is None else result * scale.to(result.dtype)
         else:
-            result = base._conv_forward(x, weight, base.bias)
+            result = base._conv_forward(x, weight, bias)
         return result
 
-    def _active_unmerged(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """Return the base layer, with the adapters merged into weight and bias if asked to: PEFT calls this."""
+        for layer in (self, self.bias_layer) if merge else ():
+            if layer is not None:
+                layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        return self.get_base_layer()
 
     def __repr__(self) -> str:
         return "symexplin." + super().__repr__()
@@ -104,8 +178,13 @@ class SELModule(SELLayer, nn.Module):
 class SELLinear(SELModule):
     """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
 
-    def _run(self, weight: Tensor, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, weight, self.bias)
+    def _run_adapters(self, adapters: list[str], bias: Tensor | None, x: Tensor) -> Tensor:
+        if len(adapters) > 1 or not torch.is_grad_enabled() or self.keeps_weight_for_backward:
+            return super()._run_adapters(adapters, bias, x)
+        return linear(x, bias, *self._fold_inputs(adapters[0]))
+
+    def _run(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
 
 
 def choose_layer_class(name: str, module: Any) -> type[SELModule]:
@@ -127,27 +206,3 @@ def choose_layer_class(name: str, module: Any) -> type[SELModule]:
     ):
         return SELModule
     raise UnsupportedModuleError(name, kind)
-
-
-def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
-    """Raise if rows of a target module's weight, its own or a tied one, are also to be trained plainly.
-
-    Args:
-        model: The base model.
-        config: Its trainable_token_indices; PEFT leaves modules_to_save out of the targets by itself.
-        targets: Names of the target modules.
-
-    Raises:
-        ConfigError: If a weight would train in two ways.
-    """
-    if not (tokens := config.trainable_token_indices):
-        return
-    converted = [name for name, module in model.named_modules() if isinstance(module, SELLayer)]
-    weights = {id(getattr(model.get_submodule(name), "weight", None)): name for name in [*targets, *converted]}
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    for name, module in model.named_modules():
-        listed = any(name.endswith(key) for key in tokens) if isinstance(tokens, dict) else module is embedding
-        if listed and (found := weights.get(id(getattr(module, "weight", None)))) is not None:
-            raise ConfigError(
-                "trainable_token_indices", tokens, f"trains rows of {name}, whose weight the target {found} trains"
-            )

@@ -79,17 +79,8 @@ class SELQuantizedLinear(SELLinear):
         """Name of the adapter that freed the base weight, or None."""
         return super().base_dropped if self._is_dense else None
 
-    def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the effective weight, by default in the dtype of the model around the layer.
-
-        Args:
-            adapter: Name of an adapter of this layer.
-            dtype: Dtype of the result.
-
-        Returns:
-            w_eff.
-        """
-        return super().get_effective_weight(adapter, dtype or self.dense_dtype)
+    def _fold_inputs(self, adapter: str, dtype: torch.dtype | None = None) -> Any:
+        return super()._fold_inputs(adapter, dtype or self.dense_dtype)
 
     def _put_dense(self) -> None:
         base: Any = self.get_base_layer()

@@ -8,8 +8,9 @@ from typing import Any
 from peft.utils import AuxiliaryTrainingWrapper, _get_submodules
 from torch import nn
 
-from peft_sel.experts import SELHolder, SELParameter
+from peft_sel.experts import SELHolder, remove_empty
 from peft_sel.layer import SELLayer
+from peft_sel.modules import SELModule
 
 
 def iter_sel_layers(model: nn.Module) -> Iterator[SELLayer]:
@@ -25,9 +26,10 @@ def remove_adapter(model: nn.Module, adapter_name: str) -> None:
     for name, module in reversed(list(model.named_modules())):  # what lies inside a holder first
         replacement: Any = None
         if isinstance(module, SELHolder):
-            module.remove_empty()
+            remove_empty(module.sel_parameters)
             replacement = None if module.sel_parameters else module.base_layer
-        elif isinstance(module, SELLayer) and not isinstance(module, SELParameter):
+        elif isinstance(module, SELModule):
+            remove_empty(module.sel_parameters)
             replacement = None if module.sel_config else module.base_layer
         elif isinstance(module, AuxiliaryTrainingWrapper) and adapter_name in module._adapters:
             if module._adapters == {adapter_name}:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
@@ -57,7 +58,8 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
         model: A model with SEL layers.
 
     Returns:
-        By "<scale>/<module role>", such as "exp_scale/q_proj" (the role is the last part of the module's name): the
+        By "<scale>/<role>", such as "exp_scale/q_proj" and, of its bias, "exp_scale/q_proj.bias" (the role is the last
+        part of the module's name): the
         scale's mean over the weight, relative to its start (the mean itself where it starts at 0), averaged over the
         layers.
 
@@ -70,11 +72,18 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
             for adapter in layer.active_adapters:
                 for name, scale in layer.scales(adapter).items():
                     if any(part.requires_grad for part in scale.parameters()):
-                        key = f"{name}/{path.rpartition('.')[2]}"
+                        key = f"{name}/{_name_role(path)}"
                         scale.check_sign(layer.weight_name)
                         mean = _mean_scale(scale, layer.symexplin_beta[adapter])
                         found.setdefault(key, []).append(mean / (scale.start or 1.0))
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _name_role(path: str) -> str:
+    """Return the last part of a module's or parameter's name; of a bias the last two, as in "q_proj.bias"."""
+    owner, _, name = path.rpartition(f".{HOLDER_NAME}.")
+    last = path.rpartition(".")[2]
+    return f"{owner.rpartition('.')[2]}.{BIAS}" if name == BIAS else last
 
 
 def _mean_scale(scale: StructuredScale, beta: Tensor) -> float:

@@ -58,16 +58,45 @@ def test_an_evaluation_folds_each_weight_once(mode, folds):
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[0], run_anew(model))
 
 
-def test_training_and_gradients_keep_nothing(folds):
+def test_training_and_gradients_keep_nothing():
     model = make_model()
     for state in (model.train(), model.eval()):
-        before = folds[0]
-        for _ in range(2):
-            state(TOKENS, labels=TOKENS).loss.backward()
-        assert folds[0] - before == 2 * count_layers(model)
+        state(TOKENS, labels=TOKENS).loss.backward()
+        assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
     run(model)
+    assert all(layer.kept_weights for layer in model.base_model.sel_layers())
     model.train()
     assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_keeping_for_backward_changes_memory_and_no_gradient(autocast, dtype):
+    """The same products, whose sums may run in another order: a hundred roundings of the dtype at most."""
+    results = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        model, saved = make_model().train(), []
+        model.base_model.model.to(dtype)
+        model.base_model.keep_effective_weights(training=keep)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        owned = {parameter.data_ptr() for parameter in model.parameters()}
+        shapes = {tuple(layer.base_weight.shape) for layer in model.base_model.sel_layers()}
+        shapes |= {shape[::-1] for shape in shapes}
+        weights = [t for t in saved if tuple(t.shape) in shapes and t.data_ptr() not in owned]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        results.append((loss.detach(), len(weights), gradients))
+    (loss, count, gradients), (kept_loss, kept_count, kept_gradients) = results
+    assert torch.equal(loss, kept_loss)
+    assert count == 0 < kept_count
+    eps = torch.finfo(torch.bfloat16 if autocast else dtype).eps
+    for name, gradient in gradients.items():
+        assert (gradient - kept_gradients[name]).norm() <= 100 * eps * gradient.norm(), name
 
 
 def step(model: PeftModel) -> None:

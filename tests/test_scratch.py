@@ -211,3 +211,16 @@ def test_only_pretrained_targets_are_warned_of_the_congruent_rule() -> None:
     convert(make_tiny())  # a warning would be an error
     with pytest.warns(UserWarning, match="weakens the converted weights"):
         get_peft_model(make_tiny(), SELConfig(init="congruent"))
+
+
+def test_a_converted_bias_keeps_its_own_values() -> None:
+    base = make_tiny("qwen2")
+    for name, tensor in base.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(tensor)
+    biases = {name: tensor.clone() for name, tensor in base.named_parameters() if name.endswith("bias")}
+    model = convert(base, bias="sel_only", mode="congruent")
+    found = {layer.module_name: layer for layer in layers(model) if layer.parameter_name == "bias"}
+    assert found.keys() == biases.keys() and len(found) == 6
+    for name, layer in found.items():
+        torch.testing.assert_close(layer.get_effective_weight("default").detach(), biases[name], rtol=8 * EPS, atol=0)

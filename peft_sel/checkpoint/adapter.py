@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peft_sel.checkpoint.shards import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CheckpointReader, read_json
 from peft_sel.config import SELConfig
-from peft_sel.conversion import HOLDER_NAME, expected_shapes
+from peft_sel.conversion import BIAS, HOLDER_NAME, expected_shapes, vector_config
 from peft_sel.errors import CheckpointError, list_names
 
 KEY_PREFIX = "base_model.model."
@@ -23,7 +23,7 @@ def weight_key(module: str) -> str:
 
 
 def is_parameter(module: str) -> bool:
-    """Whether a key of Adapter.modules is a parameter that target_parameters named."""
+    """Whether a key of Adapter.modules is a parameter that target_parameters named, or a bias."""
     return f".{HOLDER_NAME}." in module
 
 
@@ -36,10 +36,10 @@ class Adapter:
     Attributes:
         config: The adapter's configuration.
         reader: Its file.
-        modules: path of a module, or of a parameter that target_parameters named -> {part: key}; a part is "raw",
-            "beta", "exp_scale.row", "residual_a", ...
+        modules: path of a module, of a parameter that target_parameters named, or of a bias -> {part: key}; a part is
+            "raw", "beta", "exp_scale.row", "residual_a", ...
         replacements: parameter path -> key, for modules_to_save and trained biases.
-        base_copies: parameter path -> key, for base weights that PEFT saved along (targeted heads).
+        base_copies: parameter path -> key, for base tensors that PEFT saved along (targeted heads).
 
     Raises:
         CheckpointError: If the folder holds no SEL adapter, or one that is pickled, corrupt or incomplete.
@@ -74,10 +74,18 @@ class Adapter:
                 f"holds a tensor {key} that no SEL adapter has",
                 "save the adapter with PeftModel.save_pretrained, and load it with the peft_sel that wrote it",
             )
-        if ".original_module." in path or path.endswith(".base_layer.weight"):
+        copies = (".base_layer.weight", *([".base_layer.bias"] if self.config.bias == "sel_only" else []))
+        if ".original_module." in path or path.endswith(copies):
             self.base_copies[re.sub(r"\.(original_module|base_layer)\.", ".", path)] = key
         else:
             self.replacements[re.sub(r"\.(modules_to_save|base_layer)\.", ".", path)] = key
+
+    def find_config(self, module: str) -> SELConfig:
+        """Return the configuration of a key of modules, which for a converted bias differs from the adapter's."""
+        raw = self.modules[module].get("raw")
+        may_be_bias = self.config.bias == "sel_only" and module.endswith(f".{HOLDER_NAME}.{BIAS}")
+        is_bias = may_be_bias if raw is None else len(self.reader.entries[raw].shape) == 1
+        return vector_config(self.config) if is_bias else self.config
 
     def check_parts(self, module: str, shape: tuple[int, ...]) -> None:
         """Check that the saved tensors of a module are those that the configuration asks for.
@@ -92,7 +100,7 @@ class Adapter:
         parts = self.modules[module]
         file = self.folder / ADAPTER_FILE
         stacked = is_parameter(module) and len(shape) > 2
-        expected = expected_shapes(self.config, shape, "transposed" in parts, stacked) if len(shape) >= 2 else {}
+        expected = expected_shapes(self.config, shape, "transposed" in parts, stacked) if shape else {}
         for part, key in sorted(parts.items(), key=lambda item: item[0] != "raw"):  # raw shows best what is wrong
             found = self.reader.entries[key].shape
             if expected and part not in expected:

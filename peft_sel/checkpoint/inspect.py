@@ -26,7 +26,7 @@ from peft_sel.checkpoint.shards import (
     read_json,
 )
 from peft_sel.config import SELConfig
-from peft_sel.conversion import invert_at_start, rebuild_weight, resolve_beta
+from peft_sel.conversion import BIAS, invert_at_start, rebuild_weight, resolve_beta, to_matrix, vector_config
 from peft_sel.errors import SELError, list_names
 from peft_sel.numerics import compute_dtype, expand_parts
 from peft_sel.structured import StructuredScale, transform_parts
@@ -114,7 +114,7 @@ def inspect_checkpoint(
         config = config or SELConfig()
         is_target = _target_rule(config, str(model_config.get("model_type")))
         text_config = model_config.get("text_config") or model_config
-        targets = _list_targets(reader, is_target, config.target_parameters or [])
+        targets = _list_targets(reader, is_target, config.target_parameters or [], config.bias == "sel_only")
         return [
             _inspect_weight(read(), title, path, config, text_config.get("hidden_size"))
             for path, title, read in tqdm(targets, "inspect", disable=disable)
@@ -131,16 +131,21 @@ def _target_rule(config: SELConfig, model_type: str) -> Callable[[str], bool]:
 
 
 def _list_targets(
-    reader: CheckpointReader, is_target: Callable[[str], bool], target_parameters: Sequence[str]
+    reader: CheckpointReader, is_target: Callable[[str], bool], target_parameters: Sequence[str], with_biases: bool
 ) -> list[tuple[str, str, Callable[[], Tensor]]]:
-    """Return (path of the module or parameter, title, how to read it) of each matrix that would be converted."""
+    """Return (path of the module or parameter, title, how to read it) of each tensor that would be converted."""
     entries, stacks = reader.entries, find_split_stacks(reader.entries)
     split = {key for stack in stacks.values() for group in stack.keys for key in group}
     targets: list[tuple[str, str, Callable[[], Tensor]]] = []
     for name, entry in entries.items():
         module = name.removesuffix(".weight")
-        if module != name and len(entry.shape) == 2 and entry.dtype in FLOAT_DTYPES and name not in split:
-            targets += [(module, name, partial(reader.read, name))] if is_target(module) else []
+        is_matrix = module != name and len(entry.shape) == 2 and entry.dtype in FLOAT_DTYPES and name not in split
+        if not is_matrix or not is_target(module):
+            continue
+        targets.append((module, name, partial(reader.read, name)))
+        bias = entries.get(f"{module}.{BIAS}") if with_biases else None
+        if bias is not None and len(bias.shape) == 1 and bias.dtype in FLOAT_DTYPES:
+            targets.append((bias.name, bias.name, partial(reader.read, bias.name)))
     for name in [name for name in (*stacks, *entries) if any(f".{name}".endswith(f".{t}") for t in target_parameters)]:
         stack, entry = stacks.get(name), stacks[name].entry if name in stacks else entries[name]
         if entry.dtype not in FLOAT_DTYPES or len(entry.shape) not in (2, 3):
@@ -163,7 +168,8 @@ def _read_rows(reader: CheckpointReader, names: Sequence[str]) -> Tensor:
 def _inspect_weight(weight: Tensor, name: str, path: str, config: SELConfig, hidden_size: int | None) -> TensorReport:
     """Convert one weight, fold it back and compare."""
     report = _describe(name, weight)
-    shape = (weight.shape[0], weight.shape[1])
+    config = vector_config(config) if weight.dim() == 1 else config
+    rows, columns = to_matrix(weight, transposed=False).shape
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -178,7 +184,7 @@ def _inspect_weight(weight: Tensor, name: str, path: str, config: SELConfig, hid
     config = dataclasses.replace(config, r=0, train_raw=True)
     tensors = {"raw": raw, "beta": torch.tensor(beta)}
     for scale_name, scale_config in config.scale_configs().items():
-        scale = StructuredScale(scale_name, scale_config, beta, shape, compute_dtype(raw))
+        scale = StructuredScale(scale_name, scale_config, beta, (rows, columns), compute_dtype(raw))
         tensors |= {f"{scale_name}.{part}": value.detach() for part, value in scale.named_parameters()}
     folded = rebuild_weight(config, tensors, dtype=weight.dtype, name=name)
     blocks = zip(weight.split(BLOCK_ROWS), folded.split(BLOCK_ROWS), strict=True)
@@ -212,13 +218,13 @@ def _describe(name: str, weight: Tensor) -> TensorReport:
 
 def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     """Report on a converted module of an adapter."""
-    keys, config = adapter.modules[module], adapter.config
+    keys, config = adapter.modules[module], adapter.find_config(module)
     shape = _module_shape(adapter, module)
     stacked = "beta" in keys and len(adapter.reader.entries[keys["beta"]].shape) > 0
     dtype = str(adapter.reader.entries[next(iter(keys.values()))].dtype).removeprefix("torch.")
     report = TensorReport(module, shape, dtype)
     try:
-        if shape and len(shape) == (3 if stacked else 2):
+        if shape and len(shape) <= (3 if stacked else 2):
             adapter.check_parts(module, shape)
         parts = adapter.read_parts(module)
         if "raw" in parts:

@@ -6,10 +6,10 @@ fused.py inside somebody else's torch.compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from peft_sel.kernels import compiled, fused, reference
 from peft_sel.kernels.formulas import Scales, WeightSpec, broadcast_scales
 from peft_sel.numerics import compute_dtype
 
-__all__ = ["Scales", "WeightSpec", "fold", "use_backend"]
+__all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
 BACKENDS = {"reference": reference, "compiled": compiled}
+
+Layout = tuple[tuple[str, str], ...]  # names of scale and part, in the order of the parts
 
 _forced: ModuleType | None = None
 
@@ -50,53 +52,103 @@ def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
+class _Inputs(NamedTuple):
+    """What a weight is computed from; the last three as flat as autograd wants them."""
+
+    raw: Tensor
+    beta: Tensor
+    residual_a: Tensor | None
+    residual_b: Tensor | None
+    parts: tuple[Tensor, ...]
+
+
+def _pack(tensors: Sequence[Any]) -> _Inputs:
+    raw, beta, residual_a, residual_b, *parts = tensors
+    return _Inputs(raw, beta, residual_a, residual_b, tuple(parts))
+
+
+def _compute(spec: WeightSpec, layout: Layout, inputs: _Inputs, training: bool) -> Tensor:
+    """Compute an effective weight, without gradients."""
+    raw, beta, a, b, parts = inputs
+    # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
+    with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+        delta = None
+        if a is not None and b is not None:
+            a, b = a.to(compute_dtype(raw)), b.to(compute_dtype(raw))
+            delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
+        factors = broadcast_scales(spec, _group(layout, parts))
+        result: Tensor = _select_backend(spec, raw, training).fold(spec, raw, beta, factors, delta)
+        return result
+
+
+def _pull_back(
+    spec: WeightSpec, layout: Layout, inputs: _Inputs, grad: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Pull dLoss/dw_eff back to the inputs that need it, in their order."""
+    raw, beta, a, b, parts = inputs
+    needs_raw, _, needs_a, needs_b, *needs_parts = needed
+    grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
+    names = {scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs}
+    names |= {"raw"} if needs_raw else set()
+    a_grad = b_grad = None
+    with torch.autocast(raw.device.type, enabled=False):
+        backend = _select_backend(spec, raw, True)
+        raw_grad, grads = backend.pull_back(spec, grad, raw, beta, _group(layout, parts), names)
+        if a is not None and b is not None and (needs_a or needs_b):
+            a_grad, b_grad = reference.pull_back_residual(spec, grad, (a, b), compute_dtype(raw))
+    part_grads = [
+        grads[scale][part].to(tensor.dtype) if needs else None
+        for (scale, part), tensor, needs in zip(layout, parts, needs_parts, strict=True)
+    ]
+    return _like(raw_grad, raw), None, _like(a_grad, a), _like(b_grad, b), *part_grads
+
+
 class _Fold(torch.autograd.Function):
     """Effective weight from raw, scales and residual; backward recomputes from these inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        spec: WeightSpec,
-        layout: tuple[tuple[str, str], ...],
-        raw: Tensor,
-        beta: Tensor,
-        residual_a: Tensor | None,
-        residual_b: Tensor | None,
-        *parts: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, spec: WeightSpec, layout: Layout, *tensors: Any) -> Tensor:
         ctx.spec, ctx.layout = spec, layout
-        ctx.save_for_backward(raw, beta, residual_a, residual_b, *parts)
-        # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
-        with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-            delta = None
-            if residual_a is not None and residual_b is not None:
-                a, b = residual_a.to(compute_dtype(raw)), residual_b.to(compute_dtype(raw))
-                delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
-            factors = broadcast_scales(spec, _group(layout, parts))
-            result: Tensor = _select_backend(spec, raw, any(ctx.needs_input_grad)).fold(spec, raw, beta, factors, delta)
-            return result
+        ctx.save_for_backward(*tensors)
+        return _compute(spec, layout, _pack(tensors), any(ctx.needs_input_grad))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raw, beta, residual_a, residual_b, *parts = ctx.saved_tensors
-        grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
-        _, _, needs_raw, _, needs_a, needs_b, *needs_parts = ctx.needs_input_grad
-        names = {scale for (scale, _), needed in zip(ctx.layout, needs_parts, strict=True) if needed}
-        names |= {"raw"} if needs_raw else set()
-        a_grad = b_grad = None
-        with torch.autocast(raw.device.type, enabled=False):
-            backend = _select_backend(ctx.spec, raw, True)
-            raw_grad, grads = backend.pull_back(ctx.spec, grad, raw, beta, _group(ctx.layout, parts), names)
-            if needs_a or needs_b:
-                residual = residual_a, residual_b
-                a_grad, b_grad = reference.pull_back_residual(ctx.spec, grad, residual, compute_dtype(raw))
-        part_grads = [
-            grads[scale][part].to(tensor.dtype) if needed else None
-            for (scale, part), tensor, needed in zip(ctx.layout, parts, needs_parts, strict=True)
-        ]
-        residual_grads = _like(a_grad, residual_a), _like(b_grad, residual_b)
-        return None, None, _like(raw_grad, raw), None, *residual_grads, *part_grads
+        tensors = ctx.saved_tensors
+        inputs = _pack(tensors)
+        return None, None, *_pull_back(ctx.spec, ctx.layout, inputs, grad, ctx.needs_input_grad[2:])
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w_eff.T + bias, which saves what nn.Linear saves and computes w_eff again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, spec: WeightSpec, layout: Layout, dtype: torch.dtype, x: Tensor, bias: Tensor | None, *tensors: Any
+    ) -> Tensor:
+        ctx.spec, ctx.layout, ctx.dtype = spec, layout, dtype
+        ctx.save_for_backward(x, *tensors)
+        weight = _compute(spec, layout, _pack(tensors), True)
+        return torch.nn.functional.linear(x, weight.to(dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        inputs = _pack(tensors)
+        _, _, _, needs_x, needs_bias, *needed = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        x_grad = bias_grad = None
+        if needs_x:
+            x_grad = (rows @ _compute(ctx.spec, ctx.layout, inputs, True).to(ctx.dtype)).reshape(x.shape)
+        if needs_bias:
+            bias_grad = rows.sum(0)
+        weight_grad = rows.T @ x.reshape(-1, x.shape[-1]) if any(needed) else None
+        input_grads: tuple[Tensor | None, ...] = (None,) * len(needed)
+        if weight_grad is not None:
+            input_grads = _pull_back(ctx.spec, ctx.layout, inputs, weight_grad, tuple(needed))
+        return None, None, None, x_grad, bias_grad, *input_grads
 
 
 def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list[Tensor]) -> Scales:
@@ -107,8 +159,8 @@ def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list
     return scales
 
 
-def _like(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
-    return None if grad is None else grad.to(tensor.dtype)
+def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if grad is None or tensor is None else grad.to(tensor.dtype)
 
 
 def fold(
@@ -130,8 +182,48 @@ def fold(
     Returns:
         w_eff of raw's shape, in spec.dtype: f(raw) + residual_scaling * B @ A.
     """
-    layout = tuple((scale, part) for scale, parts in scales.items() for part in parts)
-    tensors = [tensor for parts in scales.values() for tensor in parts.values()]
-    residual_a, residual_b = residual if residual is not None else (None, None)
-    result: Tensor = _Fold.apply(spec, layout, raw, beta, residual_a, residual_b, *tensors)
+    result: Tensor = _Fold.apply(spec, *_flatten(raw, beta, scales, residual))
     return result
+
+
+def linear(
+    x: Tensor,
+    bias: Tensor | None,
+    spec: WeightSpec,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    residual: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.linear(x, fold(spec, raw, beta, scales, residual), bias), keeping less for backward.
+
+    Saves x and the inputs of the fold. Backward computes the effective weight a second time instead of keeping it.
+    Follows autocast as linear does. Not twice differentiable.
+
+    Args:
+        x: Input, (..., d_in).
+        bias: (d_out,) or None.
+        spec: As in fold, and so the others.
+        raw: Raw weight, (d_out, d_in).
+        beta: Curvature, 0-d.
+        scales: Parts of each scale.
+        residual: (A, B) or None.
+
+    Returns:
+        (..., d_out), in the dtype that linear gives.
+    """
+    device, dtype = x.device.type, spec.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    layout, *tensors = _flatten(raw, beta, scales, residual)
+    with torch.autocast(device, enabled=False):
+        result: Tensor = _Linear.apply(spec, layout, dtype, x, bias, *tensors)
+    return result
+
+
+def _flatten(raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """Return (layout, raw, beta, A, B, *parts)."""
+    layout = tuple((scale, part) for scale, parts in scales.items() for part in parts)
+    a, b = residual if residual is not None else (None, None)
+    return layout, raw, beta, a, b, *(tensor for parts in scales.values() for tensor in parts.values())

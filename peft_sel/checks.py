@@ -1,0 +1,152 @@
+"""What must hold before an adapter is added, loaded or merged: nothing happens by halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import _ExcludedModule
+from torch import Tensor, nn
+
+from peft_sel.config import SELConfig
+from peft_sel.conversion import BIAS, PREFIX
+from peft_sel.errors import AdapterMismatchError, AdapterStateError, BrokenMergeError, ConfigError, list_names
+from peft_sel.layer import SELLayer
+from peft_sel.removal import iter_sel_layers
+
+
+def check_saved(
+    own: dict[str, Tensor],
+    mapped: dict[str, Tensor],
+    state: dict[str, Tensor],
+    adapter_name: str,
+    strip_adapter: Callable[[str], str],
+) -> None:
+    """Raise unless the tensors to be loaded are those of the adapter, in shape, dtype and range.
+
+    Args:
+        own: What would be saved of the adapter now, by the model's keys.
+        mapped: What is to be loaded, by the model's keys.
+        state: The model's state_dict.
+        adapter_name: Name of the adapter.
+        strip_adapter: Takes the adapter's name out of a key.
+
+    Raises:
+        AdapterMismatchError: If a tensor is missing, unexpected or of another shape or dtype; also one that was saved
+            beside the adapter's own, such as modules_to_save, whose dtype may differ.
+        ConfigError: If a beta is not positive and finite.
+    """
+    expected = {
+        strip_adapter(key): value
+        for key, value in own.items()
+        if f".{PREFIX}" not in key or key.endswith(f".{adapter_name}") or f".{adapter_name}." in key
+    }
+    saved = {strip_adapter(key): value for key, value in mapped.items()}
+    wrong = [
+        f"{key} is {_describe(saved[key])} in the file and {_describe(value)} in the model"
+        for key, value in expected.items()
+        if key in saved and f".{PREFIX}" in key and _describe(saved[key]) != _describe(value)
+    ]
+    for key, value in mapped.items():
+        if f".{PREFIX}" not in key:
+            own_value = state.get(key, state.get(key.removeprefix("base_model.model.")))
+            if own_value is not None:
+                expected[strip_adapter(key)] = own_value
+                if own_value.shape != value.shape:
+                    wrong.append(f"{key} is {_describe(value)} in the file and {_describe(own_value)} in the model")
+    missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    if missing or unexpected or wrong:
+        raise AdapterMismatchError(adapter_name, missing, unexpected, wrong)
+    for key, value in saved.items():
+        if key.endswith(f".{PREFIX}beta") and not bool(((value > 0) & value.isfinite()).all()):
+            raise ConfigError("beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
+    """Raise if the name cannot be, the model has it already, or another adapter needs a base to be dropped."""
+    if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+        raise AdapterStateError(
+            adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
+        )
+    if adapter_name == BIAS:  # saving another adapter, PEFT would leave out every tensor with it in its name
+        raise AdapterStateError(adapter_name, "has a name that names biases in saved adapters", "choose another")
+    others = {name for layer in iter_sel_layers(model) for name in layer.sel_config}
+    if adapter_name in others:
+        raise AdapterStateError(
+            adapter_name, "is already in this model", "delete it first, or give the new one another name"
+        )
+    if config.base_weight == "drop" and others:
+        raise AdapterStateError(
+            adapter_name,
+            f"would free the base weights, which {list_names(sorted(others))} may need",
+            "use base_weight='keep', or delete the other adapters first",
+        )
+
+
+def check_found(target: str, found: list[str], is_target: Callable[[str], Any]) -> None:
+    """Raise unless a name in target_parameters stands for parameters that all may be converted.
+
+    Args:
+        target: The name.
+        found: The parameters it stands for.
+        is_target: PEFT's rule for a module's name.
+
+    Raises:
+        ConfigError: If there are none, or one that exclude_modules or modules_to_save seems to take out.
+    """
+    if not found:
+        raise ConfigError("target_parameters", target, "is the end of no parameter's name in this model")
+    paths = {path: name for name in found for path in (name, name.rpartition(".")[0])}
+    excluded = [name for path, name in paths.items() if isinstance(is_target(path), _ExcludedModule)]
+    if excluded:
+        reason = (
+            f"{excluded[0]} is under exclude_modules or modules_to_save, which do not reach parameters; name only "
+            "those to convert, as in '0.mlp.experts.down_proj'"
+        )
+        raise ConfigError("target_parameters", target, reason)
+
+
+def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
+    """Raise if rows of a target module's weight, its own or a tied one, are also to be trained plainly.
+
+    Args:
+        model: The base model.
+        config: Its trainable_token_indices; PEFT leaves modules_to_save out of the targets by itself.
+        targets: Names of the target modules.
+
+    Raises:
+        ConfigError: If a weight would train in two ways.
+    """
+    if not (tokens := config.trainable_token_indices):
+        return
+    converted = [name for name, module in model.named_modules() if isinstance(module, SELLayer)]
+    weights = {id(getattr(model.get_submodule(name), "weight", None)): name for name in [*targets, *converted]}
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for name, module in model.named_modules():
+        listed = any(name.endswith(key) for key in tokens) if isinstance(tokens, dict) else module is embedding
+        if listed and (found := weights.get(id(getattr(module, "weight", None)))) is not None:
+            raise ConfigError(
+                "trainable_token_indices", tokens, f"trains rows of {name}, whose weight the target {found} trains"
+            )
+
+
+@torch.no_grad()
+def check_merged_is_finite(layers: Iterable[SELLayer], adapter_names: list[str]) -> None:
+    """Raise if merging adapters would put NaN or infinity into a weight.
+
+    Args:
+        layers: The layers of a model.
+        adapter_names: Adapters to merge.
+
+    Raises:
+        BrokenMergeError: If so, naming the first such weight.
+    """
+    for layer in layers:
+        new = [name for name in adapter_names if name in layer.sel_config and name not in layer.merged_adapters]
+        if new and not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
+            raise BrokenMergeError(layer.weight_name, new)
