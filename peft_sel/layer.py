@@ -153,7 +153,7 @@ class SELLayer(BaseTunerLayer):
         if convert and not isinstance(self.get_base_layer(), nn.Embedding):  # a table that is looked up has no fans
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
-        device = weight.device
+        device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:
             raw, report = invert_at_start(config, beta, weight, self.weight_name)
             self.inversion_report[adapter] = report

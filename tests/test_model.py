@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
-from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -362,3 +362,9 @@ def test_loading_without_the_import_names_the_type(tmp_path):
     assert run.returncode != 0 and "KeyError: 'SYMEXPLIN'" in run.stderr  # as README and card say
     fixed = subprocess.run([sys.executable, "-W", "ignore", "-c", f"import peft_sel; {code}"], check=False)
     assert fixed.returncode == 0
+
+
+def test_low_memory_injection_makes_meta_tensors_only() -> None:
+    model = inject_adapter_in_model(SELConfig(), make_tiny(), low_cpu_mem_usage=True)
+    own = [tensor for name, tensor in model.state_dict().items() if "symexplin_" in name]
+    assert own and all(tensor.is_meta for tensor in own)
