@@ -97,7 +97,8 @@ class PlainFormula(nn.Module):
         self.raw, _ = invert_at_start(config, self.beta, weight, "weight")
 
     def forward(self, raw: Tensor) -> Tensor:
-        scales = {name: expand_parts(scale.pattern, scale.parts(self.beta)) for name, scale in self.scales.items()}
+        beta = torch.tensor(self.beta)
+        scales = {name: expand_parts(scale.pattern, scale.parts(beta)) for name, scale in self.scales.items()}
         with torch.autocast(raw.device.type, enabled=False):
             return effective_weight(raw, **scales, beta=self.beta, mode=self.mode).bfloat16()
 

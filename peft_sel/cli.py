@@ -24,11 +24,13 @@ Train transformer weights in SymExpLin (SEL) space and fold them back into an or
 New here? Start with: peft-sel demo"""
 
 TRAIN = """\
-Convert a pretrained model, train it on text, and save the adapter (and, if the recipe says so, the merged checkpoint).
+Convert a model, train it on text, and save the adapter (and, if the recipe says so, the merged checkpoint). The model
+is a pretrained one (model.path), or one of random weights by its configuration (model.config).
 
 The recipe holds only what differs from the defaults, in the sections model, data, sel (the fields of SELConfig) and
-training (the arguments of transformers.Trainer), with output_dir and merge beside them. The folder configs/ has some to
-start from. The output folder must not exist yet, unless training.resume_from_checkpoint is set.
+training (the arguments of transformers.Trainer), with output_dir and merge beside them; the key `extends` lays it over
+another recipe. The folder configs/ has some to start from. The output folder must not exist yet, unless
+training.resume_from_checkpoint is set.
 
 example:
   peft-sel train configs/smollm2_two_cores.yaml --set training.max_steps=10 --set output_dir=runs/short

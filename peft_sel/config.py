@@ -30,6 +30,7 @@ from peft_sel.scale_config import (
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "sel_only", "all")
 BASE_WEIGHTS = ("keep", "drop")
+INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
 DEFAULT = "default"  # of a scale that some families lack
 CARD_HEADING = "## How to load this adapter"
 
@@ -62,6 +63,10 @@ class SELConfig(PeftConfig):
         beta_rms: beta * rms(W) that "auto" aims at, positive; the paper operates at 0.23 to 0.36.
         init: "exact" inverts the rule of the mode and leaves the model unchanged; "congruent" inverts the congruent
             rule (the paper's mismatched initialisation), which changes a pretrained model and warns.
+        init_target: What is inverted: "pretrained", the base weight, or from scratch a draw in its place,
+            "xavier_uniform" (the paper's) or "xavier_normal", from torch's generator on the CPU; an Embedding keeps its
+            own values. The base weight stays as it is, and so disable_adapter and unload give the model from before
+            the draw. Needs train_raw=True: the saved raw weights then load on any base of the same shapes.
         train_raw: True trains every weight (dense); False freezes raw and trains scales and residual (a small adapter).
         exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start.
         linear_scale: l_w, likewise; "default" is ScaleConfig() in families that have it, else None.
@@ -76,7 +81,8 @@ class SELConfig(PeftConfig):
         offset: n, likewise; None (the default) leaves it out (damped: fixes it at 0.5).
         r: Rank of the residual added in weight space; 0 for none.
         residual_alpha: The residual is scaled by residual_alpha / r; None for r, that is 1.
-        residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta.
+        residual_lr_mult: Multiplier on the residual's learning rate, which is further divided by the tensor's beta;
+            None for 1, or the paper's 0.5 where init_target draws the weights.
         bias: "none", "sel_only" to convert the biases of the target modules too, or "all" to train every bias of the
             model plainly. A converted bias has a curvature of its own (named like "q_proj.bias" in beta_pattern), no
             residual, and scales that are global or one number per element: row_col_mult and column become global,
@@ -114,6 +120,7 @@ class SELConfig(PeftConfig):
     beta_pattern: dict[str, float] = field(default_factory=dict)
     beta_rms: float = 0.3
     init: str = "exact"
+    init_target: str = "pretrained"
     train_raw: bool = True
     exp_scale: ScaleConfig | str | None = field(default_factory=ScaleConfig)
     linear_scale: ScaleConfig | str | None = DEFAULT
@@ -125,7 +132,7 @@ class SELConfig(PeftConfig):
     offset: ScaleConfig | str | None = None
     r: int = 8
     residual_alpha: float | None = None
-    residual_lr_mult: float = 1.0
+    residual_lr_mult: float | None = None
     bias: str = "none"
     base_weight: str = "keep"
     raw_dtype: str = "float32"
@@ -143,6 +150,7 @@ class SELConfig(PeftConfig):
             raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
         for choice, known in (
             ("init", INITS),
+            ("init_target", INIT_TARGETS),
             ("normalizer", NORMALIZERS),
             ("bias", BIASES),
             ("base_weight", BASE_WEIGHTS),
@@ -182,8 +190,9 @@ class SELConfig(PeftConfig):
             except re.error as error:
                 raise ConfigError("beta_pattern", pattern, f"not a regular expression: {error}") from error
         for name in ("beta_rms", "residual_lr_mult"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(name, getattr(self, name), "must be a positive, finite number")
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(name, value, "must be a positive, finite number")
         if self.r < 0 or int(self.r) != self.r:
             raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or a positive whole number")
         if self.residual_alpha is not None and not (math.isfinite(self.residual_alpha) and self.residual_alpha > 0):
@@ -209,6 +218,9 @@ class SELConfig(PeftConfig):
             )
         if self.base_weight == "drop" and not self.train_raw:
             raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
+        if self.draws_targets and not self.train_raw:
+            reason = "train_raw=False rebuilds raw from the base weights, and a draw is in no file; use train_raw=True"
+            raise ConfigError("init_target", self.init_target, reason)
         if self.target_parameters and self.layers_to_transform is not None:
             raise ConfigError(
                 "layers_to_transform",
@@ -249,6 +261,11 @@ class SELConfig(PeftConfig):
     def residual_scaling(self) -> float:
         """Factor on B @ A: residual_alpha / r, 1 where no alpha is given."""
         return 1.0 if self.residual_alpha is None or self.r == 0 else self.residual_alpha / self.r
+
+    @property
+    def draws_targets(self) -> bool:
+        """Whether the weights start from a draw, not from the base weights."""
+        return self.init_target != "pretrained"
 
     def scale_configs(self) -> dict[str, ResolvedScale]:
         """Return the scales of the transform by name, those fixed at a value that is not neutral included."""

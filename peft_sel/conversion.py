@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.errors import AdapterMismatchError, ConfigError
@@ -86,6 +86,31 @@ def resolve_beta(
             f"{tensor_name or name} needs a curvature whose inverse float32 can hold; set it in beta_pattern",
         )
     return rounded
+
+
+def draw_target(config: SELConfig, weight: Tensor, stacked: bool = False) -> Tensor:
+    """Return what a conversion inverts in the place of a weight: the weight itself, or a Xavier draw from scratch.
+
+    The draw comes from torch's generator on the CPU, in float32 (float64 for a float64 weight), whatever the device:
+    one seed gives one start. Of a convolution, fan in and fan out count the kernel; of a stack, each matrix is drawn
+    for itself. A vector has no fans and stays as it is.
+
+    Args:
+        config: Its init_target.
+        weight: Base weight.
+        stacked: Whether it is a stack of matrices along its first dimension.
+
+    Returns:
+        A tensor of the weight's shape, on its device.
+    """
+    if config.init_target == "pretrained" or weight.dim() < 2:
+        return weight
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    target = torch.empty(weight.shape, dtype=dtype)
+    fill = nn.init.xavier_uniform_ if config.init_target == "xavier_uniform" else nn.init.xavier_normal_
+    for matrix in target.unbind() if stacked else [target]:
+        fill(matrix)
+    return target.to(weight.device)
 
 
 def invert_at_start(

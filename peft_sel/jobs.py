@@ -1,8 +1,9 @@
-"""Training jobs: run a recipe from the pretrained checkpoint to the adapter and the merged checkpoint."""
+"""Training jobs: run a recipe from the checkpoint, or from random weights, to the adapter and the merged checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,8 +21,11 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from tqdm import tqdm
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -34,12 +38,15 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from peft_sel.checkpoint import MergeReport, merge_checkpoint
+from peft_sel.conversion import PREFIX
 from peft_sel.data import load_blocks
-from peft_sel.errors import CheckpointError, OutputExistsError
-from peft_sel.recipe import Recipe
+from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, list_names
+from peft_sel.recipe import BASE_FOLDER, ModelSection, Recipe
 from peft_sel.training import SELTrainer
 
 CHECKPOINT_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+BYTES = "bytes"  # a tokenizer that needs no file
+BASE_SEED = 1_000_003  # keeps the random model's numbers apart from those that the conversion draws
 LOGGED = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -86,8 +93,61 @@ def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
         ) from error
 
 
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a recipe: the checkpoint's, or for random weights the one that it names.
+
+    Args:
+        section: Section model of the recipe.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        CheckpointError: If it cannot be loaded.
+    """
+    if section.tokenizer is None:
+        return AutoTokenizer.from_pretrained(resolve_checkpoint(section.path, section.revision))
+    if section.tokenizer == BYTES:
+        return ByT5Tokenizer(extra_ids=0)
+    try:
+        return AutoTokenizer.from_pretrained(Path(section.tokenizer).expanduser())
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        way_out = f"name a folder or an id with a tokenizer, or {BYTES}"
+        raise CheckpointError(section.tokenizer, f"is no tokenizer that can be loaded ({reason})", way_out) from error
+
+
+def write_random_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a model of random weights, as transformers starts it, and its tokenizer as the checkpoint section.path.
+
+    Args:
+        section: Section model of a recipe, with config.
+        tokenizer: Gives vocab_size and the special tokens unless config_options do.
+
+    Raises:
+        ConfigError: If the tokenizer has more tokens than vocab_size, or no model can be built.
+    """
+    options = {"vocab_size": len(tokenizer), **section.config_options}
+    if options["vocab_size"] < len(tokenizer):
+        reason = (
+            f"the tokenizer {section.tokenizer} has {len(tokenizer)} tokens; give at least as many, or leave it out"
+        )
+        raise ConfigError("vocab_size", options["vocab_size"], reason)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        options.setdefault(name, getattr(tokenizer, name))
+    dtype = torch.float32 if section.dtype == "auto" else getattr(torch, section.dtype)
+    try:
+        config = CONFIG_MAPPING[str(section.config)](**options)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # sizes that do not fit fail in many ways
+        reason = " ".join(str(error).split())
+        raise ConfigError("config", section.config, f"no model can be built with {options} ({reason})") from error
+    model.save_pretrained(section.path)
+    tokenizer.save_pretrained(section.path)
+
+
 def load_model(recipe: Recipe) -> PeftModel:
-    """Load the pretrained model of a recipe and convert it.
+    """Load the model that a recipe starts from and convert it.
 
     Args:
         recipe: Its sections model and sel.
@@ -114,7 +174,22 @@ def load_model(recipe: Recipe) -> PeftModel:
     with warnings.catch_warnings():
         # PEFT reads the old name of a property that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, recipe.sel, revision=section.revision)
+        converted = get_peft_model(model, recipe.sel, revision=section.revision)
+    if section.config is not None and (frozen := _list_random_and_frozen(converted)):
+        warnings.warn(
+            f"{list_names(frozen)} stay at their random values; train them plainly with sel.modules_to_save, as in "
+            "[embed_tokens, lm_head, norm] (and tie_word_embeddings: false), or convert them with sel.target_modules",
+            stacklevel=2,
+        )
+    return converted
+
+
+def _list_random_and_frozen(model: nn.Module) -> list[str]:
+    """Return the parameters that neither train nor have an adapter or a copy that does."""
+    covered = (".base_layer.", ".original_module.")
+    named = model.named_parameters(remove_duplicate=False)  # a head that is tied to an embedding counts for itself
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    return [name for name in frozen if PREFIX not in name and not any(part in name for part in covered)]
 
 
 class JobProgress(TrainerCallback):
@@ -207,8 +282,8 @@ def run_job(recipe: Recipe) -> JobReport | None:
             the last one there.
 
     Returns:
-        What was made: output_dir holds checkpoint-<step> folders, adapter and, with merge, merged. None on all
-        processes but the first.
+        What was made: output_dir holds checkpoint-<step> folders, adapter, with merge merged, and the model of random
+        weights, if it started from one, as base. None on all processes but the first.
 
     Raises:
         OutputExistsError: If output_dir exists and the job does not resume.
@@ -218,12 +293,16 @@ def run_job(recipe: Recipe) -> JobReport | None:
     adapter_dir, merged_dir = recipe.output_dir / "adapter", recipe.output_dir / "merged"
     _check_folders(recipe.output_dir, merged_dir if recipe.merge else None, resume)
     hide_bars_outside_terminals()
-    tokenizer = AutoTokenizer.from_pretrained(resolve_checkpoint(recipe.model.path, recipe.model.revision))
+    tokenizer = load_tokenizer(recipe.model)
     with recipe.training.main_process_first(local=False):
         train, held_out = load_blocks(recipe.data, tokenizer)
-    set_seed(recipe.training.seed)  # the residual starts at random
-    model = load_model(recipe)
     with removed_if_empty(recipe.output_dir):
+        with recipe.training.main_process_first(local=False):
+            if recipe.model.config is not None and not Path(recipe.model.path).is_dir():
+                set_seed(recipe.training.seed + BASE_SEED)
+                write_random_model(recipe.model, tokenizer)
+        set_seed(recipe.training.seed)  # the residual starts at random, and so do targets that are drawn
+        model = load_model(recipe)
         trainer = make_trainer(recipe, model, train, held_out)
         trainer.train(resume_from_checkpoint=resume)
     eval_loss = trainer.evaluate()["eval_loss"] if held_out is not None else None
@@ -251,7 +330,7 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Take a folder away again if the block fails before anything is written into it.
+    """Take a folder away again if the block fails before anything but the random model is written into it.
 
     Args:
         folder: The folder that the block fills.
@@ -259,6 +338,8 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        if folder.is_dir() and [path.name for path in folder.iterdir()] == [BASE_FOLDER]:
+            shutil.rmtree(folder / BASE_FOLDER)
         with contextlib.suppress(OSError):
             folder.rmdir()
         raise

@@ -16,6 +16,7 @@ from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     HOLDER_NAME,
     PREFIX,
+    draw_target,
     fold_weight,
     invert_at_start,
     make_spec,
@@ -132,7 +133,7 @@ class SELLayer(BaseTunerLayer):
     def update_layer(
         self, adapter: str, config: SELConfig, *, hidden_size: int | None = None, convert: bool = True
     ) -> None:
-        """Add an adapter: choose beta, invert the base weight, create scales and residual.
+        """Add an adapter: choose beta, invert the base weight or a draw, create scales and residual.
 
         Args:
             adapter: Name of the adapter.
@@ -149,6 +150,8 @@ class SELLayer(BaseTunerLayer):
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
         _check_readable(self.module_name, self.get_base_layer(), weight, convert)
+        if convert and not isinstance(self.get_base_layer(), nn.Embedding):  # a table that is looked up has no fans
+            weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:

@@ -89,7 +89,8 @@ class SELModel(BaseTuner):
         """
         config: Any = self.peft_config[adapter_name]
         check_can_add(model, adapter_name, config)
-        if config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.inference_mode:
+        weakened = config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.draws_targets
+        if weakened and not config.inference_mode:
             warnings.warn(
                 f"init='congruent' with mode={config.mode!r} weakens the converted weights: it is meant for training "
                 "from scratch. Use init='exact' to keep a pretrained model as it is",

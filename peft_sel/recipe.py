@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import difflib
 import enum
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,7 +16,8 @@ import torch
 import yaml
 from huggingface_hub.dataclasses import type_validator
 from peft import PeftConfig
-from transformers import TrainingArguments
+from transformers import CONFIG_MAPPING, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from peft_sel.config import ScaleConfig, SELConfig
 from peft_sel.data import DataSection
@@ -23,19 +25,25 @@ from peft_sel.errors import ConfigError, RecipeError, list_names
 from peft_sel.numerics import SCALE_NAMES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+BASE_FOLDER = "base"  # in output_dir, for the model of random weights that a job starts from
 CALLERS_BUSINESS = {"output_dir"}  # TrainingArguments that a recipe sets elsewhere
 Section = TypeVar("Section")
 
 
 @dataclass
 class ModelSection:
-    """Section `model` of a recipe: the pretrained model.
+    """Section `model` of a recipe: a pretrained model by its path, or one of random weights by its configuration.
 
     Attributes:
-        path: Folder of a checkpoint, or an id on the hub.
+        path: Folder of a checkpoint, or an id on the hub; with config output_dir/base, where the job saves the model.
         revision: Branch, tag or commit on the hub.
-        dtype: "auto" (as stored), "bfloat16", "float16" or "float32"; raw weights are float32 in any case.
+        dtype: "auto" (as stored, float32 for random weights), "bfloat16", "float16" or "float32"; raw weights are
+            float32 in any case.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...; None for transformers' choice.
+        config: Instead of path: a model type of transformers, such as "qwen3". All further keys of the section are
+            then fields of its configuration; vocab_size and the special tokens come from the tokenizer unless given.
+        tokenizer: With config: folder or id of a tokenizer, or "bytes" for one token per byte.
+        config_options: Those further keys.
 
     Raises:
         ConfigError: If the dtype is unknown.
@@ -45,6 +53,9 @@ class ModelSection:
     revision: str | None = None
     dtype: str = "auto"
     attn_implementation: str | None = None
+    config: str | None = None
+    tokenizer: str | None = None
+    config_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,7 +67,7 @@ class Recipe:
     """A training job.
 
     Attributes:
-        model: The pretrained model.
+        model: The model to start from.
         data: The text.
         sel: How the model is converted.
         training: Arguments of transformers.Trainer.
@@ -78,7 +89,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe.
 
     Args:
-        path: The file; it holds only what differs from the defaults.
+        path: The file; it holds only what differs from the defaults, or from the recipe that its key `extends` names
+            (a path as seen from the file).
         overrides: "section.key=value" each, the value in YAML; they win over the file.
 
     Returns:
@@ -87,13 +99,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     Raises:
         RecipeError: If the file cannot be read, or a key, type or value is wrong; names the file and the key.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(path, "not readable", str(error.strerror)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(path, "not valid YAML", " ".join(str(error).split())) from error
-    tree = _require_mapping(content, "the file", str(path))
+    tree, source = _read_tree(Path(path), ())
     for override in overrides or []:
         key, equals, value = override.partition("=")
         names = key.strip().split(".")
@@ -103,7 +109,36 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             _set_in(tree, names, yaml.safe_load(value))
         except (yaml.YAMLError, TypeError) as error:
             raise RecipeError("--set", override, " ".join(str(error).split())) from error
-    return build_recipe(tree, source=str(path), default_output_dir=Path("runs") / Path(path).stem)
+    return build_recipe(tree, source=source, default_output_dir=Path("runs") / Path(path).stem)
+
+
+def _read_tree(path: Path, followers: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
+    """Return the content of a recipe laid over the one that it extends, and how messages call the two."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(path, "not readable", str(error.strerror)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(path, "not valid YAML", " ".join(str(error).split())) from error
+    tree = _require_mapping(content, "the file", str(path))
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree, str(path)
+    if not isinstance(base, str):
+        raise RecipeError(path, "extends", f"must be the path of a recipe, not {base!r}")
+    if path.resolve() in followers:
+        raise RecipeError(path, "extends", "leads back to the recipe that it starts from")
+    below, _ = _read_tree(path.parent / base, (*followers, path.resolve()))
+    return _lay_over(below, tree), f"{path} (extends {base})"
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree whose values are those of above where it has any; sections merge key by key."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(name), dict)
+        merged[name] = _lay_over(below[name], value) if both else value
+    return merged
 
 
 def _set_in(tree: dict[str, Any], names: list[str], value: Any) -> None:
@@ -143,7 +178,7 @@ def build_recipe(tree: dict[str, Any], *, source: str, default_output_dir: str |
     own_business = {field.name for field in dataclasses.fields(PeftConfig)}
     config = _build_section(SELConfig, sel, "sel", source, own_business, {"task_type": "CAUSAL_LM"})
     recipe = Recipe(
-        model=_build_section(ModelSection, top["model"], "model", source),
+        model=_build_model(_require_mapping(top["model"], "model", source), output_dir, source),
         data=_build_section(DataSection, top["data"], "data", source),
         sel=config,
         training=_build_section(
@@ -158,6 +193,40 @@ def build_recipe(tree: dict[str, Any], *, source: str, default_output_dir: str |
             source, "training.eval_strategy", "there is nothing to evaluate on: data.validation_share is 0"
         )
     return recipe
+
+
+def _build_model(values: dict[str, Any], output_dir: Path, source: str) -> ModelSection:
+    """Make the section `model`, and check the fields of a configuration by making one."""
+    fields = {field.name for field in dataclasses.fields(ModelSection)} - {"config_options"}
+    if values.get("config") is None:
+        if values.get("tokenizer") is not None:
+            raise RecipeError(source, "model.tokenizer", "goes with model.config; a checkpoint brings its own")
+        return _build_section(ModelSection, values, "model", source, {"config_options"})
+    for name in ("path", "revision"):
+        if values.get(name) is not None:
+            raise RecipeError(source, f"model.{name}", "names trained weights and model.config random ones; give one")
+    if values.get("tokenizer") is None:
+        raise RecipeError(source, "model.tokenizer", "this key is missing; name a folder or an id, or write bytes")
+    own = {name: value for name, value in values.items() if name in fields}
+    section = _build_section(ModelSection, {**own, "path": str(output_dir / BASE_FOLDER)}, "model", source)
+    if section.config not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = _suggest(str(section.config), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+        raise RecipeError(source, "model.config", f"unknown value {section.config!r}{near}")
+    config_class = CONFIG_MAPPING[str(section.config)]
+    parameters = {**inspect.signature(config_class.__init__).parameters}
+    known = [name for name in (*parameters, *config_class.attribute_map) if name not in ("self", "kwargs")]
+    for name, value in values.items():
+        if name in fields:
+            continue
+        if name not in known:
+            raise RecipeError(source, f"model.{name}", f"unknown key{_suggest(str(name), known)}")
+        hint = parameters[name].annotation if name in parameters else Any
+        section.config_options[name] = _read_as_meant(value, get_args(hint) or (hint,), [])
+    try:
+        config_class(**section.config_options)
+    except Exception as error:  # a configuration's own checks raise many things
+        raise RecipeError(source, "model", " ".join(str(error).split())) from error
+    return section
 
 
 def _job_defaults(output_dir: Path) -> dict[str, Any]:

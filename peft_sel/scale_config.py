@@ -20,8 +20,9 @@ class ScaleConfig:
     Attributes:
         pattern: "global", "row", "column", "row_col_mult", "row_col_add" or "lora".
         init: Value everywhere at the start; None for the method's own (1/beta, 1/max(beta, 7.5), 1, 0, 0).
-        lr_mult: Multiplier k0 on the base learning rate, positive.
-        lr_mult_end: Multiplier k1 after annealing, positive; None keeps lr_mult throughout.
+        lr_mult: Multiplier k0 on the base learning rate, positive; None for 1, or where SELConfig.init_target draws
+            the weights, the paper's (50 annealed to 8 for exp_scale, linear_scale; 0.01 to 0.5 for inner_multiplier).
+        lr_mult_end: Multiplier k1 after annealing, positive; None keeps lr_mult throughout, if that is given.
         weight_decay: Whether weight decay applies; None for the method's rule (exp_scale and linear_scale only).
         trainable: False fixes the scale at its start.
         rank: Inner dimension of the lora pattern.
@@ -33,7 +34,7 @@ class ScaleConfig:
 
     pattern: str = "row_col_mult"
     init: float | None = None
-    lr_mult: float = 1.0
+    lr_mult: float | None = None
     lr_mult_end: float | None = None
     weight_decay: bool | None = None
     trainable: bool = True

@@ -63,9 +63,9 @@ def load_base(folder: Path, name: str = "base") -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").eval()
 
 
-def save_pair(folder: Path, family: str = "qwen2", dtype: torch.dtype = torch.bfloat16, **options: object) -> PeftModel:
+def save_pair(folder: Path, kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, **options: object) -> PeftModel:
     """Save a base checkpoint and a perturbed adapter of it beside; return the adapted model."""
-    make_biased(family, dtype).save_pretrained(folder / "base")
+    make_biased(kind, dtype).save_pretrained(folder / "base")
     model = convert(load_base(folder), **options)  # whose rotary embedding is float32, unlike that of model.to(dtype)
     perturb(model)
     model.save_pretrained(folder / "adapter")

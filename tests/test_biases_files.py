@@ -23,6 +23,10 @@ OPTIONS: dict[str, dict[str, object]] = {
     "default": {},
     "scales only": {"train_raw": False},
     "rich scales, base dropped": {**RICH, "base_weight": "drop", "mode": "congruent"},
+    "sinh": {"family": "sinh", "mode": "congruent"},
+    "damped": {"family": "damped", "mode": "congruent"},
+    "variants": {"log_curvature": True, "normalize_by_inner_mult": True, "normalizer": "fixed"},
+    "from scratch": {"init_target": "xavier_uniform"},
 }
 
 

@@ -47,7 +47,7 @@ def test_defaults_of_the_contract():
     )
     for name in ("exp_scale", "linear_scale", "inner_multiplier"):
         scale = getattr(config, name)
-        assert (scale.pattern, scale.lr_mult, scale.lr_mult_end) == ("row_col_mult", 1.0, None)
+        assert (scale.pattern, scale.lr_mult, scale.lr_mult_end) == ("row_col_mult", None, None)
     assert config.shift is None and config.offset is None
     assert SELConfig().exp_scale is not SELConfig().exp_scale
 

@@ -247,3 +247,52 @@ def test_sel_param_groups_checks_its_result(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(groups, "_make_group", lambda s, parameters, *rest: make_group(s, parameters[1:], *rest))
     with pytest.raises(ParameterGroupError, match="not in exactly one group"):
         sel_param_groups(make_model(r=0), LR)
+
+
+def mup_scale(name: str, parameter: nn.Parameter) -> float:
+    """A muP-like rule with three values: 32/fan_in for raw weights, 2 for exp_scale, 1 elsewhere."""
+    if ".symexplin_raw." in name:
+        return 32 / parameter.shape[1]
+    return 2.0 if ".symexplin_exp_scale." in name else 1.0
+
+
+def test_lr_scale_multiplies_the_roles_own_multipliers() -> None:
+    model = make_model(r=2, beta=5.0, **PAPER)
+    called = []
+
+    def record(name: str, parameter: nn.Parameter) -> float:
+        called.append((name, id(parameter)))
+        return mup_scale(name, parameter)
+
+    optimizer = create_sel_optimizer(model, lr=LR, weight_decay=DECAY, lr_scale=record)
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert called == [(name, id(parameter)) for name, parameter in trainable]
+    assigned = groups_by_name(model, optimizer.param_groups)
+    for name, parameter in trainable:
+        role = assigned[name]["role"]
+        k0, k1, decays = TABLE[role]
+        factor = mup_scale(name, parameter) / (5.0 if role == "residual" else 1.0)
+        assert assigned[name]["lr_mult"] == pytest.approx(k0 * factor)
+        assert assigned[name]["lr_mult_end"] == pytest.approx(k1 * factor)
+        assert assigned[name]["lr"] == pytest.approx(LR * k0 * factor)
+        assert assigned[name]["weight_decay"] == (DECAY if decays else 0.0)
+    # one group per multiplier: fan_in is 32, or 48 for down_proj, and the other roles have one rate each
+    assert [group["role"] for group in optimizer.param_groups].count("raw") == 2
+    assert len(optimizer.param_groups) == 6
+    # and both come to the weights: with gradients of 1, a step of SGD is the rate
+    before = {name: parameter.detach().clone() for name, parameter in trainable}
+    sgd = create_sel_optimizer(model, torch.optim.SGD, lr=LR, weight_decay=0.0, lr_scale=mup_scale)
+    for _, parameter in trainable:
+        parameter.grad = torch.ones_like(parameter)
+    sgd.step()
+    for name, parameter in trainable:
+        torch.testing.assert_close(parameter.detach(), before[name] - assigned[name]["lr"])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), None, "fast"])
+def test_lr_scale_that_returns_no_positive_number_names_the_parameter(value: Any) -> None:
+    model = make_model(r=0)
+    with pytest.raises(
+        ConfigError, match=r"^lr_scale=.*: for \S*layers.1.mlp.down_proj\.symexplin_raw\.default it must"
+    ):
+        sel_param_groups(model, LR, lr_scale=lambda name, _: value if "1.mlp.down_proj.symexplin_raw" in name else 1.0)

