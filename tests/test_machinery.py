@@ -140,7 +140,6 @@ def make_few() -> SELConfig:
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-@INSTANTIATED
 @pytest.fixture
 def whole_graph() -> None:
     """Skip where the base model alone is no single graph: torch 2.7 with transformers 5.10."""
@@ -151,6 +150,7 @@ def whole_graph() -> None:
         pytest.skip("transformers' own forward pass breaks the graph")
 
 
+@INSTANTIATED
 @pytest.mark.usefixtures("whole_graph")
 def test_compilation_is_bounded():
     torch._dynamo.reset()
