@@ -147,3 +147,23 @@ def test_a_broken_compiler_warns_once_and_changes_nothing(monkeypatch: pytest.Mo
         want = backward(case, grad)
     for got in (first, second):
         assert all(relative_error(one, other.double()) <= 1e-6 for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo instantiates it
+@pytest.mark.parametrize("pattern", ["row_col_mult", "lora"])
+def test_inside_another_compilation_nothing_is_unrolled(pattern: str) -> None:
+    """The graph of a weight of nine blocks is about that of a weight of one."""
+    sizes = []
+    for rows in (64, 576):
+        graphs: list[torch.fx.GraphModule] = []
+        case = draw("mismatch", same_pattern(pattern), (rows, 512), torch.float32)
+
+        def collect(graph: torch.fx.GraphModule, _: object, graphs=graphs) -> object:
+            graphs.append(graph)
+            return graph
+
+        traced = torch.compile(lambda raw, case=case: fold(*case._replace(raw=raw)), backend=collect, fullgraph=True)
+        assert torch.equal(traced(case.raw), fold(*case))
+        (graph,) = graphs
+        sizes.append(len(graph.graph.nodes))
+    assert sizes[1] < 1.1 * sizes[0]
