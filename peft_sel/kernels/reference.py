@@ -23,7 +23,7 @@ from peft_sel.numerics import compute_dtype, reduce_gradient, slice_parts
 INLINE_ELEMENTS = 1 << 15
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
 ACCELERATOR_ELEMENTS = 1 << 24
-MATMUL_ELEMENTS = 1 << 22  # few matrix products, which run on all threads
+MATMUL_ELEMENTS = 1 << 20  # few matrix products, which run on all threads, of blocks that fit a cache
 
 
 def _row_blocks(tensor: Tensor, cpu_elements: int = INLINE_ELEMENTS) -> list[slice]:
