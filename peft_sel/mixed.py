@@ -67,8 +67,10 @@ def _count_copies(call: Mapping[str, Any]) -> int:
 
 
 def _add_names(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: list[str], copies: int
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: list[str], copies: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # An encoder sees each row once, the decoder after it sees the repeated ones.
     repeated = bool(args) and len(args[0]) == copies * len(names)
+    if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT fails on an adapter that it has not
+        names = [name if name in module._adapters else BASE_ROWS for name in names]
     return args, {**kwargs, "adapter_names": [n for n in names for _ in range(copies)] if repeated else names}

@@ -174,3 +174,18 @@ def test_what_trains_beside_the_targets_follows_the_rows(options):
     torch.testing.assert_close(mixed[[0]], run_alone(model, "default", TOKENS[[0]]), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mixed[[1]], run_alone(model, "__base__", TOKENS[[1]]), rtol=1e-4, atol=1e-4)
     assert (mixed[[1]] - run_alone(model, "default", TOKENS[[1]])).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("active", ["default", "other"])
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [0, 1, 2, 12, 25]}])
+def test_rows_of_an_adapter_that_trains_nothing_beside_the_targets(options, active):
+    model = get_peft_model(make_tiny(tie_word_embeddings=False), make_config(**options))
+    train_steps(model, 2, lr=0.3)
+    model.add_adapter("other", make_config(init_weights=False))
+    model.set_adapter(active)
+    model.eval()
+    with torch.no_grad():
+        mixed = model(TOKENS, adapter_names=ROWS).logits
+    for row, name in enumerate(ROWS):
+        alone = run_alone(model, name, TOKENS[[row]])
+        torch.testing.assert_close(mixed[[row]], alone, rtol=1e-4, atol=1e-4)
