@@ -69,7 +69,7 @@ def test_training_and_gradients_keep_nothing():
     assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_keeping_for_backward_changes_memory_and_no_gradient(autocast, dtype):
     """The same products, whose sums may run in another order: a hundred roundings of the dtype at most."""
