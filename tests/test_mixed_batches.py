@@ -116,6 +116,18 @@ def test_generation_of_a_mixed_batch(options):
     assert not any(layer._forward_pre_hooks for layer in model.modules() if isinstance(layer, SELLayer))
 
 
+def test_beams_of_the_model_s_own_generation_config():
+    model = make_two_adapters(dtype=torch.float64)
+    model.generation_config.num_beams = 2
+    mixed = model.generate(input_ids=TOKENS, adapter_names=ROWS, **GREEDY)
+    assert mixed.tolist() == model.generate(TOKENS, adapter_names=ROWS, num_beams=2, **GREEDY).tolist()
+    for row, name in enumerate(ROWS):
+        assert mixed[[row]].tolist() == run_alone(model, name, TOKENS[[row]], "generate", **GREEDY).tolist()
+    for call in (model, model.generate):
+        with pytest.raises(SELError, match="give one name per row"):
+            call(input_ids=TOKENS[:4], adapter_names=ROWS[:2])
+
+
 def test_beams_of_an_encoder_decoder():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
