@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import _ExcludedModule
 from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, PREFIX
+from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX, vector_config
 from peft_sel.errors import AdapterMismatchError, AdapterStateError, BrokenMergeError, ConfigError, list_names
 from peft_sel.layer import SELLayer
 from peft_sel.removal import iter_sel_layers
@@ -75,8 +75,7 @@ def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) 
     Raises:
         MultiplierSignError: If it is.
     """
-    scale = config.scale_configs().get("inner_multiplier")
-    if scale is None or not scale.divides:
+    if not config.normalize_by_inner_mult:
         return
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
@@ -84,7 +83,9 @@ def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) 
         if found:
             modules.setdefault(module, {})[part] = tensor
     for module, parts in modules.items():
-        check_sign(scale, parts, module.removeprefix("base_model.model."))
+        is_bias = module.endswith(f".{HOLDER_NAME}.{BIAS}")
+        scale = (vector_config(config) if is_bias else config).scale_configs()["inner_multiplier"]
+        check_sign(scale, parts, module.removeprefix("base_model.model.").replace(f".{HOLDER_NAME}.", "."))
 
 
 def _describe(tensor: Tensor) -> str:

@@ -280,7 +280,7 @@ class SELLayer(BaseTunerLayer):
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
 
         In eval mode without gradients the weight is kept until train(), a load, a merge, a move, or a write to one of
-        its parameters. A write through .data goes unseen: call train() and eval() after it.
+        its tensors. A write into .data goes unseen: call train() and eval() after it.
 
         Args:
             adapters: Adapters to run with.
@@ -291,7 +291,10 @@ class SELLayer(BaseTunerLayer):
         module: Any = self
         if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.get_combined_weight(adapters)
-        sources = [self.base_weight, *(tensor for adapter in adapters for tensor in self._tensors(adapter))]
+        sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
+        for adapter in adapters:
+            frozen = [self.symexplin_raw_frozen[adapter]] if adapter in self.symexplin_raw_frozen else []
+            sources += [self.symexplin_beta[adapter], *frozen, *self._tensors(adapter)]
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
 
     def train(self, mode: bool = True) -> Any:

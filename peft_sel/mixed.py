@@ -8,28 +8,34 @@ from functools import partial
 from typing import Any
 
 from peft.utils import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from peft_sel.errors import MixedBatchError, list_names
 from peft_sel.experts import SELHolder
 from peft_sel.layer import SELLayer
 from peft_sel.modules import BASE_ROWS, SELModule
 
+INPUTS = ("input_ids", "inputs", "inputs_embeds")  # that generate knows, one row per name
+
 
 @contextmanager
-def route_rows(model: nn.Module, names: Sequence[str], call: Mapping[str, Any]) -> Iterator[None]:
+def route_rows(
+    model: nn.Module, names: Sequence[str], args: tuple[Any, ...], call: Mapping[str, Any]
+) -> Iterator[None]:
     """Hand the adapter of each row to every adapted module, for the duration of one forward or generate.
 
     Args:
         model: The model whose modules are adapted.
         names: Adapter of each row; "__base__" for the untouched base.
-        call: Keyword arguments of the call; generate repeats each row for its beams or returned sequences.
+        args: Arguments of the call.
+        call: Its keyword arguments; generate repeats each row for its beams or returned sequences.
 
     Raises:
-        MixedBatchError: If the model trains, is merged, or lacks one of the adapters.
+        MixedBatchError: If the model trains, is merged or lacks an adapter, or if names and rows differ in number.
     """
     names = _check_names(model, names)
-    hook = partial(_add_names, names=names, copies=_count_copies(call))
+    inputs = next((value for value in (*args[:1], *map(call.get, INPUTS)) if value is not None), None)
+    hook = partial(_add_names, names=names, copies=_count_copies(model, names, inputs, call))
     modules = [module for module in model.modules() if isinstance(module, (SELModule, AuxiliaryTrainingWrapper))]
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
@@ -59,16 +65,22 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _count_copies(call: Mapping[str, Any]) -> int:
-    """Return how often generate repeats each row."""
-    config = call.get("generation_config")
-    counts = (call.get(key, getattr(config, key, None)) for key in ("num_beams", "num_return_sequences"))
-    return max(count or 1 for count in counts)
+def _count_copies(model: nn.Module, names: list[str], inputs: Any, call: Mapping[str, Any]) -> int:
+    """Return how often generate repeats each row; 1 for forward, to which the model's own settings do not apply."""
+    sources: list[Mapping[str, Any]] = [call, getattr(call.get("generation_config"), "__dict__", {})]
+    if isinstance(inputs, Tensor):  # of generate: forward's do not come here, or not from models that generate
+        if len(inputs) != len(names):
+            raise MixedBatchError(names, f"names {len(names)} rows of {len(inputs)}", "give one name per row")
+        sources.append(getattr(getattr(model, "generation_config", None), "__dict__", {}))
+    counts = [[source.get(key) for source in sources] for key in ("num_beams", "num_return_sequences")]
+    return max(next((value for value in values if value is not None), 1) for values in counts)
 
 
 def _add_names(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: list[str], copies: int
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: list[str], copies: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # An encoder sees each row once, the decoder after it sees the repeated ones.
     repeated = bool(args) and len(args[0]) == copies * len(names)
+    if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT fails on an adapter that it has not
+        names = [name if name in module._adapters else BASE_ROWS for name in names]
     return args, {**kwargs, "adapter_names": [n for n in names for _ in range(copies)] if repeated else names}

@@ -242,7 +242,7 @@ class SELModel(BaseTuner):
         if (names := kwargs.get("adapter_names")) is None:
             yield
             return
-        with route_rows(self.model, names, kwargs):
+        with route_rows(self.model, names, args, kwargs):
             yield
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:

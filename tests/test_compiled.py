@@ -128,6 +128,17 @@ def test_folds_are_compiled_once_that_pays_off_and_gradients_at_once(monkeypatch
     assert [_select_backend(spec, raw, False) is compiled for _ in range(4)] == [False, False, True, True]
 
 
+def test_a_state_that_torch_compiles_anew_for_gets_functions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives up on a function at its ninth state, and a full graph with it."""
+    monkeypatch.setattr(compiled, "_compile", lambda function, *_: function)
+    monkeypatch.setattr(torch, "get_num_threads", iter(range(1, 11)).__next__)
+    case = draw("mismatch", WITHOUT_LORA, SHAPE, torch.float32)
+    with use_backend("compiled"):
+        for _ in range(10):
+            fold(*case)
+    assert len(compiled._functions) == 10
+
+
 def test_a_broken_compiler_warns_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(*args: object, **kwargs: object) -> object:
         def call(*args: object) -> None:

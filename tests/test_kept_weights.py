@@ -69,7 +69,7 @@ def test_training_and_gradients_keep_nothing():
     assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_keeping_for_backward_changes_memory_and_no_gradient(autocast, dtype):
     """The same products, whose sums may run in another order: a hundred roundings of the dtype at most."""
@@ -126,6 +126,24 @@ def write_data(model: PeftModel) -> None:
     model.train().eval()
 
 
+def fused_step(model: PeftModel) -> None:
+    """One that writes without counting it, between evaluations that see the gradients."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    run(model)
+    optimizer.step()
+
+
+def assign_data(model: PeftModel) -> None:
+    """As torch.nn.utils.vector_to_parameters and averages of weights do."""
+    raw = next(model.base_model.sel_layers()).symexplin_raw["default"]
+    raw.data = 1.5 * raw.data
+
+
+def write_beta(model: PeftModel) -> None:
+    next(model.base_model.sel_layers()).symexplin_beta["default"].mul_(1.5)
+
+
 def add_and_set(model: PeftModel) -> None:
     model.add_adapter("other", SELConfig(init_weights=False, mode="congruent"))
     model.set_adapter("other")
@@ -136,7 +154,8 @@ def activate_both(model: PeftModel) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
-CHANGES = [step, write_in_place, replace_parameter, load, write_data, add_and_set, activate_both]
+WRITES = [step, fused_step, write_in_place, replace_parameter, load, write_data, assign_data, write_beta]
+CHANGES = [*WRITES, add_and_set, activate_both]
 
 
 @pytest.mark.parametrize("change", CHANGES)

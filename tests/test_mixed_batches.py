@@ -116,6 +116,18 @@ def test_generation_of_a_mixed_batch(options):
     assert not any(layer._forward_pre_hooks for layer in model.modules() if isinstance(layer, SELLayer))
 
 
+def test_beams_of_the_model_s_own_generation_config():
+    model = make_two_adapters(dtype=torch.float64)
+    model.generation_config.num_beams = 2
+    mixed = model.generate(input_ids=TOKENS, adapter_names=ROWS, **GREEDY)
+    assert mixed.tolist() == model.generate(TOKENS, adapter_names=ROWS, num_beams=2, **GREEDY).tolist()
+    for row, name in enumerate(ROWS):
+        assert mixed[[row]].tolist() == run_alone(model, name, TOKENS[[row]], "generate", **GREEDY).tolist()
+    for call in (model, model.generate):
+        with pytest.raises(SELError, match="give one name per row"):
+            call(input_ids=TOKENS[:4], adapter_names=ROWS[:2])
+
+
 def test_beams_of_an_encoder_decoder():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
@@ -174,3 +186,18 @@ def test_what_trains_beside_the_targets_follows_the_rows(options):
     torch.testing.assert_close(mixed[[0]], run_alone(model, "default", TOKENS[[0]]), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mixed[[1]], run_alone(model, "__base__", TOKENS[[1]]), rtol=1e-4, atol=1e-4)
     assert (mixed[[1]] - run_alone(model, "default", TOKENS[[1]])).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("active", ["default", "other"])
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [0, 1, 2, 12, 25]}])
+def test_rows_of_an_adapter_that_trains_nothing_beside_the_targets(options, active):
+    model = get_peft_model(make_tiny(tie_word_embeddings=False), make_config(**options))
+    train_steps(model, 2, lr=0.3)
+    model.add_adapter("other", make_config(init_weights=False))
+    model.set_adapter(active)
+    model.eval()
+    with torch.no_grad():
+        mixed = model(TOKENS, adapter_names=ROWS).logits
+    for row, name in enumerate(ROWS):
+        alone = run_alone(model, name, TOKENS[[row]])
+        torch.testing.assert_close(mixed[[row]], alone, rtol=1e-4, atol=1e-4)

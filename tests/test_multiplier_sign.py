@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from biased import make_biased
 from models import assert_same_bits, clone_state, make_tiny
 from moe import convert_moe, make_moe
 from peft import get_peft_model
@@ -97,3 +98,15 @@ def test_one_expert_whose_multiplier_reached_zero_is_enough(tmp_path: Path) -> N
     for action in (lambda: adapted.save_pretrained(tmp_path), lambda: collect_scale_means(adapted), stack.merge):
         with pytest.raises(MultiplierSignError, match=r"layers\.0\.mlp\.experts\."):
             action()
+
+
+@pytest.mark.parametrize("pattern", reference.PATTERNS)
+def test_saving_with_converted_biases_knows_their_patterns(pattern: str, tmp_path: Path) -> None:
+    """A bias has global or row where its weight has rows and columns."""
+    config = SELConfig(inner_multiplier=pattern, normalize_by_inner_mult=True, bias="sel_only")
+    model = get_peft_model(make_biased(), config)
+    model.save_pretrained(tmp_path / "good")
+    bias = next(layer for layer in model.modules() if isinstance(layer, SELLayer) and layer.base_weight.dim() == 1)
+    reach(bias, -2.0)
+    with pytest.raises(MultiplierSignError, match=r"q_proj\.bias: training brought"):
+        model.save_pretrained(tmp_path / "bad")

@@ -82,6 +82,18 @@ def test_conversion_is_the_dequantised_weight(kind, folder):
     assert all(type(merged.get_submodule(name)) is nn.Linear for name in layers)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_folds_each_weight_once(kind, folder):
+    model = get_peft_model(load(folder, kind), SELConfig()).eval()
+    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    kept = []
+    for _ in range(2):
+        logits(model)
+        kept.append([layer.get_running_weight(["default"]) for layer in layers])
+    assert all(first is second for first, second in zip(*kept, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"train_raw": False}, {"base_weight": "drop"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_merged_saved_and_loaded(kind, options, folder, tmp_path: Path):

@@ -68,7 +68,9 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     global _failed
     # torch.compile would tell parameters from other tensors, and sizes that happen to be equal from others.
     args = tuple(_map_tensors(Tensor.detach, arg) for arg in args)
-    key = repr((function.__name__, *(_map_tensors(_kind, arg) for arg in args)))
+    # Dynamo compiles anew for each such state, and fails at the ninth of one function.
+    state = torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    key = repr((function.__name__, state, *(_map_tensors(_kind, arg) for arg in args)))
     try:
         with symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             if key not in _functions:
