@@ -66,16 +66,15 @@ def pull_back(
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of fused.py, compiled for its arguments' kind; as it is where that fails."""
     global _failed
-    # torch.compile would tell parameters from other tensors, and sizes that happen to be equal from others.
+    # torch.compile would tell parameters from other tensors.
     args = tuple(_map_tensors(Tensor.detach, arg) for arg in args)
     # Dynamo compiles anew for each such state, and fails at the ninth of one function.
     state = torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     key = repr((function.__name__, state, *(_map_tensors(_kind, arg) for arg in args)))
     try:
-        with symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            if key not in _functions:
-                _functions[key] = _compile(function, *(_map_tensors(_make_example, arg) for arg in args))
-            return _functions[key](*args)
+        if key not in _functions:
+            _functions[key] = _compile(function, *(_map_tensors(_make_example, arg) for arg in args))
+        return _functions[key](*args)
     except Exception as error:  # whatever breaks in a compiler, training can go on
         _failed = True
         cause = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
@@ -92,7 +91,8 @@ def _compile(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
     code = function.__code__.replace(co_name=f"{function.__name__}_{len(_functions)}")
     copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     compiled: Callable[..., Any] = torch.compile(copied, dynamic=True, fullgraph=True)
-    with warnings.catch_warnings():
+    # Sizes that are equal in one call need not be so in the next.
+    with warnings.catch_warnings(), symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         warnings.simplefilter("ignore")  # the compiler's own
         compiled(*example)
     return compiled
