@@ -176,6 +176,8 @@ class SELConfig(PeftConfig):
             return ScaleConfig(pattern=value) if isinstance(value, str) else ScaleConfig(**value)
         except TypeError as error:
             raise ConfigError(name, value, f"not a ScaleConfig ({error})") from error
+        except ConfigError as error:
+            raise ConfigError(f"{name}.{error.field}", error.value, error.reason) from error
 
     def _check_numbers(self) -> None:
         if isinstance(self.beta, str):

@@ -22,6 +22,7 @@ class ConfigError(SELError):
 
     def __init__(self, field: str, value: object, reason: str) -> None:
         super().__init__(f"{field}={value!r}: {reason}")
+        self.field, self.value, self.reason = field, value, reason
 
 
 class NonFiniteWeightError(SELError):

@@ -115,3 +115,8 @@ def test_every_field_is_documented():
     for cls in (SELConfig, ScaleConfig):
         own = set(cls.__annotations__)
         assert own == set(re.findall(r"^        (\w+):", cls.__doc__, re.MULTILINE)) & own
+
+
+def test_an_unknown_pattern_is_told_with_its_scale() -> None:
+    with pytest.raises(SELError, match=r"inner_multiplier\.pattern='rows': unknown; choose one of global, row"):
+        SELConfig(inner_multiplier="rows")
