@@ -148,7 +148,6 @@ class SELHolder(nn.Module):
         if is_new:
             layer._active_adapter = adapter
         layer.update_layer(adapter, config, **options)
-        layer.train(self.base_layer.training)
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None

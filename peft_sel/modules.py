@@ -39,7 +39,6 @@ class SELModule(SELLayer, nn.Module):
         self.sel_parameters = nn.ModuleDict()
         self._active_adapter = adapter
         self.update_layer(adapter, config, hidden_size=hidden_size, convert=convert)
-        self.train(base_layer.training)
 
     @property
     def bias_layer(self) -> SELParameter | None:

@@ -187,9 +187,3 @@ def test_copies_and_files_hold_no_kept_weights(tmp_path):
     assert torch.equal(run(duplicate), expected)
     model.to(torch.float64)
     assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_new_layers_are_in_the_mode_of_their_model(training):
-    model = get_peft_model(make_tiny().train(training), SELConfig())
-    assert all(module.training == training for module in model.base_model.model.modules())
