@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from peft_sel.errors import MixedBatchError, list_names
 from peft_sel.experts import SELHolder
-from peft_sel.layer import SELLayer
 from peft_sel.modules import BASE_ROWS, SELModule
+from peft_sel.removal import iter_sel_layers
 
 INPUTS = ("input_ids", "inputs", "inputs_embeds")  # that generate knows, one row per name
 
@@ -50,7 +50,7 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         raise MixedBatchError([str(names)], "is no list of names", "give one adapter name per row")
     if model.training:  # gradient checkpointing runs a layer again when the names are long forgotten
         raise MixedBatchError(names, "works in inference only", "call model.eval(), or train one adapter per batch")
-    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    layers = list(iter_sel_layers(model))
     known = {name for layer in layers for name in layer.sel_config}
     if unknown := sorted(set(names) - known - {BASE_ROWS}):
         raise MixedBatchError(

@@ -57,15 +57,13 @@ class SELQuantizedLinear(SELLinear):
         adapter: str,
         config: SELConfig,
         *,
-        name: str,
         dtype: torch.dtype | None = None,
-        hidden_size: int | None = None,
-        convert: bool = True,
+        **options: Any,
     ) -> None:
         self._is_dense = False  # whether a dense layer stands in the place of the quantised one
         self._quantized: list[nn.Module] = []  # the quantised layer meanwhile; a list, so not registered
         self.dense_dtype = dtype or _dequantize(base_layer).dtype
-        super().__init__(base_layer, adapter, config, name=name, hidden_size=hidden_size, convert=convert)
+        super().__init__(base_layer, adapter, config, **options)
 
     @property
     def base_weight(self) -> Tensor:

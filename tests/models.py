@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from peft_sel import SELConfig
+from peft_sel.layer import SELLayer
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+TOKENS = torch.arange(24).reshape(2, 12)
 NUM_TARGETS = 14  # 2 layers x (q, k, v, o, gate, up, down)
 
 
@@ -64,11 +69,33 @@ def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
 
 def train_steps(model: nn.Module, steps: int = 1, lr: float = 1e-2) -> None:
     """Take plain SGD steps on a fixed batch."""
-    tokens = torch.arange(24).reshape(2, 12)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
+        model(TOKENS, labels=TOKENS).loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+
+
+def make_config(**options: object) -> SELConfig:
+    return SELConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options})
+
+
+def convert(model: nn.Module, **options: object) -> PeftModel:
+    return get_peft_model(model, make_config(**options))
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def sel_layers(model: nn.Module) -> list[SELLayer]:
+    return [module for module in model.modules() if isinstance(module, SELLayer)]
+
+
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """Everything that a failed call must leave alone, the bits aside."""
+    parameters = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
+    return [name for name, _ in model.named_modules()], parameters, hasattr(model, "peft_config")

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import assert_same_bits, clone_state, make_tiny, train_steps
+from models import (
+    TOKENS,
+    assert_same_bits,
+    clone_state,
+    convert,
+    logits,
+    make_config,
+    make_tiny,
+    sel_layers,
+    train_steps,
+)
 from peft import (
     PeftModel,
     get_peft_model,
@@ -20,31 +30,13 @@ from test_layer_types import LAYERS, make_layer
 from torch import Tensor, nn
 
 import peft_sel
-from peft_sel import SELConfig, SELError, SELLayer, merge_checkpoint
+from peft_sel import SELConfig, SELError, merge_checkpoint
 
-TOKENS = torch.arange(24).reshape(2, 12)
 ADAPTERS = {  # other modes, curvatures, scales and modules
     "default": {},
     "few": {"mode": "congruent", "beta": 3.0, "exp_scale": "row", "target_modules": ["q_proj", "up_proj"]},
     "small": {"mode": "oppose", "train_raw": False, "offset": "column", "target_modules": ["k_proj", "q_proj"]},
 }
-
-
-def make_config(**options: object) -> SELConfig:
-    return SELConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options})
-
-
-def convert(model: nn.Module, **options: object) -> PeftModel:
-    return get_peft_model(model, make_config(**options))
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def sel_layers(model: nn.Module) -> list[SELLayer]:
-    return [module for module in model.modules() if isinstance(module, SELLayer)]
 
 
 @pytest.fixture(scope="module")

@@ -6,31 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
-from peft import PeftModel, get_peft_model
+from models import (
+    NUM_TARGETS,
+    assert_same_bits,
+    clone_state,
+    convert,
+    logits,
+    make_config,
+    make_tiny,
+    sel_layers,
+    train_steps,
+)
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from peft_sel import SELConfig, SELError, SELLayer, merge_checkpoint
-
-TOKENS = torch.arange(24).reshape(2, 12)
-
-
-def make_config(**options: object) -> SELConfig:
-    return SELConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options})
-
-
-def convert(model: nn.Module, **options: object) -> PeftModel:
-    return get_peft_model(model, make_config(**options))
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def sel_layers(model: nn.Module) -> list[SELLayer]:
-    return [module for module in model.modules() if isinstance(module, SELLayer)]
+from peft_sel import SELError, merge_checkpoint
 
 
 def test_which_modules():

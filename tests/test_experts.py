@@ -10,7 +10,7 @@ import moe
 import pytest
 import reference
 import torch
-from models import assert_same_bits, bits, clone_state, make_tiny, ulp_distance
+from models import assert_same_bits, bits, clone_state, fingerprint, make_tiny, ulp_distance
 from moe import (
     FAMILIES,
     TARGETS,
@@ -29,12 +29,6 @@ from peft_sel import SELConfig, SELError
 from peft_sel.experts import SELHolder, SELParameter
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Everything that a failed call must leave alone, the bits aside."""
-    parameters = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
-    return [name for name, _ in model.named_modules()], parameters, hasattr(model, "peft_config")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

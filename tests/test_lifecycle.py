@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
+from models import NUM_TARGETS, assert_same_bits, clone_state, fingerprint, make_tiny, sel_layers, train_steps
 from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from peft_sel import ScaleConfig, SELConfig, SELError, SELLayer
+from peft_sel import ScaleConfig, SELConfig, SELError
 
 TOKENS = torch.arange(12)[None]
 
@@ -28,16 +28,6 @@ def convert(model: nn.Module, **options: object) -> PeftModel:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS).logits
-
-
-def sel_layers(model: nn.Module) -> list[SELLayer]:
-    return [module for module in model.modules() if isinstance(module, SELLayer)]
-
-
-def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Everything that a failed call must leave alone, the bits aside."""
-    parameters = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
-    return [name for name, _ in model.named_modules()], parameters, hasattr(model, "peft_config")
 
 
 @pytest.mark.parametrize("options", [{"linear_scale": ScaleConfig(init=1.0)}, {}])

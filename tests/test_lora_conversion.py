@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import NUM_TARGETS, make_tiny, train_steps
+from models import NUM_TARGETS, TOKENS, make_tiny, train_steps
 from peft import PeftModel, convert_to_lora, get_peft_model
 from test_layer_types import make_gpt2
 from torch import nn
 
 from peft_sel import SELConfig, SELError, SELLayer, save_as_lora
-
-TOKENS = torch.arange(24).reshape(2, 12)
 
 
 def convert(model: nn.Module, **options: object) -> PeftModel:

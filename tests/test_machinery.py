@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from models import assert_same_bits, clone_state, make_tiny, train_steps
+from models import TOKENS, assert_same_bits, clone_state, logits, make_config, make_tiny, train_steps
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -19,12 +19,7 @@ from transformers import AutoModelForCausalLM
 from peft_sel import SELConfig, SELError, SELLayer
 from peft_sel.numerics import SCALE_NAMES
 
-TOKENS = torch.arange(24).reshape(2, 12)
 CPU = torch.device("cpu")
-
-
-def make_config(**options: object) -> SELConfig:
-    return SELConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options})
 
 
 def make_trained(config: SELConfig | None = None, **options: object) -> PeftModel:
@@ -49,11 +44,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.train()
     model(TOKENS, labels=TOKENS).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 def offload(model: nn.Module, how: str, folder: str) -> None:

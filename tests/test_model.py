@@ -12,13 +12,13 @@ import warnings
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, train_steps
+from models import NUM_TARGETS, assert_same_bits, clone_state, make_tiny, sel_layers, train_steps
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from peft_sel import ScaleConfig, SELConfig, SELError, SELLayer
+from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.targets import default_target_modules
 
 TOKENS = torch.arange(12)[None]
@@ -32,10 +32,6 @@ def convert(model: nn.Module, **options: object) -> PeftModel:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS).logits
-
-
-def sel_layers(model: nn.Module) -> list[SELLayer]:
-    return [module for module in model.modules() if isinstance(module, SELLayer)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -28,8 +28,8 @@ from peft_sel.data import load_blocks
 from peft_sel.demo.material import cache_folder, prepare_checkpoint, write_text
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
 from peft_sel.jobs import hide_bars_outside_terminals, load_model, make_trainer, removed_if_empty, resolve_checkpoint
-from peft_sel.layer import SELLayer
 from peft_sel.recipe import Recipe, build_recipe
+from peft_sel.removal import iter_sel_layers
 
 OUT_DIR = Path("runs/demo")
 HELD_OUT_BLOCKS = 12
@@ -277,7 +277,7 @@ def count_identical(model: PeftModel) -> tuple[int, int]:
     Returns:
         (converted weights, those that are bit-identical after the merge).
     """
-    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    layers = list(iter_sel_layers(model))
     before = [layer.get_base_layer().weight for layer in layers]
     model.merge_adapter()
     same = [_same_bits(layer.get_base_layer().weight, weight) for layer, weight in zip(layers, before, strict=True)]

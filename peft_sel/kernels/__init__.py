@@ -46,7 +46,7 @@ def use_backend(name: str) -> Iterator[None]:
 def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
     """Return the module that evaluates a weight."""
     if torch.compiler.is_compiling():
-        return fused if all(pattern != "lora" for _, pattern in spec.patterns) else reference
+        return fused if spec.can_fuse else reference
     if _forced is not None:
         return _forced
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
@@ -88,8 +88,8 @@ def _pull_back(
     raw, beta, a, b, parts = inputs
     needs_raw, _, needs_a, needs_b, *needs_parts = needed
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
-    names = {scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs}
-    names |= {"raw"} if needs_raw else set()
+    needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
+    names = (*(("raw",) if needs_raw else ()), *needed_scales)
     a_grad = b_grad = None
     with torch.autocast(raw.device.type, enabled=False):
         backend = _select_backend(spec, raw, True)
@@ -115,8 +115,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        inputs = _pack(tensors)
+        inputs = _pack(ctx.saved_tensors)
         return None, None, *_pull_back(ctx.spec, ctx.layout, inputs, grad, ctx.needs_input_grad[2:])
 
 
@@ -151,7 +150,7 @@ class _Linear(torch.autograd.Function):
         return None, None, None, x_grad, bias_grad, *input_grads
 
 
-def _group(layout: tuple[tuple[str, str], ...], parts: tuple[Tensor, ...] | list[Tensor]) -> Scales:
+def _group(layout: Layout, parts: tuple[Tensor, ...]) -> Scales:
     """Rebuild the scales from their flattened parts."""
     scales: Scales = {}
     for (scale, part), tensor in zip(layout, parts, strict=True):

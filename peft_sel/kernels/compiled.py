@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
         and (raw.is_contiguous() or raw.T.is_contiguous())
         and compute_dtype(raw) == torch.float32
     )
-    return large and plain and all(pattern != "lora" for _, pattern in spec.patterns) and not _failed
+    return large and plain and spec.can_fuse and not _failed
 
 
 def pays_off(raw: Tensor) -> bool:
@@ -56,7 +56,7 @@ def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: T
 
 
 def pull_back(
-    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: Collection[str]
+    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: tuple[str, ...]
 ) -> tuple[Tensor | None, Scales]:
     """Do what reference.pull_back does."""
     grad = grad.contiguous() if raw.is_contiguous() else grad.T.contiguous().T

@@ -33,6 +33,11 @@ class WeightSpec(NamedTuple):
     family: str = "symexp"
     normalize_by_inner_mult: bool = False
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether fused.py takes the weight: a scale of pattern lora needs matrix products."""
+        return all(pattern != "lora" for _, pattern in self.patterns)
+
 
 def broadcast_scales(spec: WeightSpec, scales: Scales) -> Factors:
     """Return what combine_factors combines into each scale of a weight."""

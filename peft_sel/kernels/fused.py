@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def pull_back(
     raw: Tensor,
     beta: Tensor,
     scales: Scales,
-    names: Collection[str],
+    names: tuple[str, ...],
     *,
     call: Callable[..., Any] | None = None,
 ) -> tuple[Tensor | None, Scales]:
@@ -51,7 +51,6 @@ def pull_back(
         Gradients of raw (None if not asked for) and of the named scales.
     """
     factors, patterns = broadcast_scales(spec, scales), dict(spec.patterns)
-    names = tuple(name for name in ("raw", *scales) if name in names)
     arguments = (spec, names, grad, raw, beta, factors)
     raw_grad, sums = sum_gradients(*arguments) if call is None else call(sum_gradients, *arguments)
     grads: Scales = {}

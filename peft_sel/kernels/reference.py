@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: T
 
 
 def pull_back(
-    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: Collection[str]
+    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: tuple[str, ...]
 ) -> tuple[Tensor | None, Scales]:
     """Pull dLoss/dw_eff back to raw and to the parts of the scales.
 
@@ -70,7 +68,6 @@ def pull_back(
         if name in names
     }
     factors, patterns = broadcast_scales(spec, scales), dict(spec.patterns)
-    names = tuple(name for name in ("raw", *scales) if name in names)
     for rows in _row_blocks(raw):
         block_factors = slice_factors(factors, rows.start, rows.stop)
         elementwise = pull_back_block(spec, grad[rows], raw[rows], beta, block_factors, names)
