@@ -1,7 +1,7 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-Backends evaluate it, chosen for each call: reference.py (plain torch, block by block), compiled.py (torch.compile), and
-fused.py inside somebody else's torch.compile.
+Backends evaluate it, chosen for each call: native.py (C++, on CPUs), compiled.py (torch.compile), reference.py (plain
+torch, block by block), and fused.py inside somebody else's torch.compile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import compiled, fused, reference
-from peft_sel.kernels.formulas import Scales, WeightSpec, broadcast_scales
+from peft_sel.kernels import compiled, fused, native, reference
+from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales
 from peft_sel.numerics import compute_dtype
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
-BACKENDS = {"reference": reference, "compiled": compiled}
+BACKENDS = {"reference": reference, "compiled": compiled, "native": native}
 
 Layout = tuple[tuple[str, str], ...]  # names of scale and part, in the order of the parts
 
@@ -33,7 +33,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Evaluate with one backend, whatever would be chosen; for tests and comparisons.
 
     Args:
-        name: "reference" or "compiled".
+        name: "reference", "native" or "compiled".
     """
     global _forced
     before, _forced = _forced, BACKENDS[name]
@@ -49,6 +49,8 @@ def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
         return fused if spec.can_fuse else reference
     if _forced is not None:
         return _forced
+    if native.can_run(spec, raw):
+        return native
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
@@ -72,12 +74,10 @@ def _compute(spec: WeightSpec, layout: Layout, inputs: _Inputs, training: bool) 
     raw, beta, a, b, parts = inputs
     # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
     with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-        delta = None
-        if a is not None and b is not None:
-            a, b = a.to(compute_dtype(raw)), b.to(compute_dtype(raw))
-            delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
         factors = broadcast_scales(spec, _group(layout, parts))
-        result: Tensor = _select_backend(spec, raw, training).fold(spec, raw, beta, factors, delta)
+        result: Tensor = _select_backend(spec, raw, training).fold(
+            spec, raw, beta, factors, _scale_residual(spec, raw, a, b)
+        )
         return result
 
 
@@ -90,17 +90,26 @@ def _pull_back(
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
     needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
-    a_grad = b_grad = None
     with torch.autocast(raw.device.type, enabled=False):
         backend = _select_backend(spec, raw, True)
-        raw_grad, grads = backend.pull_back(spec, grad, raw, beta, _group(layout, parts), names)
-        if a is not None and b is not None and (needs_a or needs_b):
-            a_grad, b_grad = reference.pull_back_residual(spec, grad, (a, b), compute_dtype(raw))
+        residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
+        raw_grad, grads, residual_grads = backend.pull_back(
+            spec, grad, raw, beta, _group(layout, parts), names, residual
+        )
     part_grads = [
         grads[scale][part].to(tensor.dtype) if needs else None
         for (scale, part), tensor, needs in zip(layout, parts, needs_parts, strict=True)
     ]
+    a_grad, b_grad = residual_grads or (None, None)
+    b_grad = None if b_grad is None else b_grad * spec.residual_scaling
     return _like(raw_grad, raw), None, _like(a_grad, a), _like(b_grad, b), *part_grads
+
+
+def _scale_residual(spec: WeightSpec, raw: Tensor, a: Tensor | None, b: Tensor | None) -> Residual:
+    """Return A and scaling * B in the dtype of the computation."""
+    if a is None or b is None:
+        return None
+    return a.to(compute_dtype(raw)), b.to(compute_dtype(raw)) * spec.residual_scaling
 
 
 class _Fold(torch.autograd.Function):
