@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_sel.accumulation import SharedWeights
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     HOLDER_NAME,
@@ -88,6 +89,7 @@ class SELLayer(BaseTunerLayer):
         self._disable_adapters = False
         self.kept_weights = KeptWeights()
         self.keeps_weight_for_backward = False
+        self.shared_weights: SharedWeights | None = None  # inside accumulate_gradients
         self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
         self._parameter_order = tuple(base_layer._parameters)
         self.in_features: int | None
@@ -266,7 +268,7 @@ class SELLayer(BaseTunerLayer):
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
         if self.base_weight.is_meta:
             raise OffloadedError(self.module_name, "base weight")
-        dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
+        dtype = self._wide_dtype(adapter)
         return self.get_effective_weight(adapter, dtype) - self.base_weight.to(dtype)
 
     def get_combined_weight(self, adapters: list[str]) -> Tensor:
@@ -279,6 +281,8 @@ class SELLayer(BaseTunerLayer):
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
 
+        Inside accumulate_gradients it is computed once for all passes of training.
+
         In eval mode without gradients the weight is kept until train(), a load, a merge, a move, or a write to one of
         its tensors. A write into .data goes unseen: call train() and eval() after it.
 
@@ -289,13 +293,26 @@ class SELLayer(BaseTunerLayer):
             The weight in the base layer's layout.
         """
         module: Any = self
-        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        training = module.training or torch.is_grad_enabled()
+        shared = None if torch.compiler.is_compiling() else self.shared_weights
+        if (training and shared is None) or torch.compiler.is_compiling():
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
         for adapter in adapters:
             frozen = [self.symexplin_raw_frozen[adapter]] if adapter in self.symexplin_raw_frozen else []
             sources += [self.symexplin_beta[adapter], *frozen, *self._tensors(adapter)]
+        if training and shared is not None:
+            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
+
+    def _get_wide_weight(self, adapters: list[str]) -> Tensor:
+        """Return what get_combined_weight(adapters) does, for one adapter in float32 or float64."""
+        if len(adapters) > 1:
+            return self.get_combined_weight(adapters)
+        return self.get_effective_weight(adapters[0], self._wide_dtype(adapters[0]))
+
+    def _wide_dtype(self, adapter: str) -> torch.dtype:
+        return torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
 
     def train(self, mode: bool = True) -> Any:
         """Set training or eval mode, and forget kept weights.
