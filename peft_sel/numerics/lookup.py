@@ -97,8 +97,14 @@ def look_up(weight: Tensor, table: Tensor) -> Tensor:
     places = places.clamp_max(SIGN - 1)  # what stack_tables added: a NaN at a pattern that is a NaN
     by_pattern[places], by_pattern[places + SIGN] = table[0, 1:], table[1, 1:]
     by_pattern[0], by_pattern[SIGN] = 0.0, -0.0
+    bits = _flatten(weight).view(torch.int16)
+    if torch.compiler.is_compiling():
+        return by_pattern[_to_pattern(bits)].view(weight.shape)
     result = torch.empty(weight.shape, dtype=table.dtype, device=weight.device)
-    patterns, target = _flatten(weight).view(torch.uint16), result.view(-1)
-    for block, part in zip(_blocks(patterns), _blocks(target), strict=True):
-        torch.index_select(by_pattern, 0, block.to(torch.int32), out=part)
+    for block, target in zip(_blocks(bits), _blocks(result.view(-1)), strict=True):
+        torch.index_select(by_pattern, 0, _to_pattern(block), out=target)
     return result
+
+
+def _to_pattern(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).bitwise_and_(2 * SIGN - 1)
