@@ -107,4 +107,4 @@ def look_up(weight: Tensor, table: Tensor) -> Tensor:
 
 
 def _to_pattern(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).bitwise_and_(2 * SIGN - 1)
+    return bits.view(torch.uint16).to(torch.int32)
