@@ -51,6 +51,8 @@ def check_dequantizable(name: str, module: nn.Module) -> bool:
 class SELQuantizedLinear(SELLinear):
     """A quantised linear layer: runs quantised while adapters are disabled, dense with an adapter or merged."""
 
+    holds_base_weight = False
+
     def __init__(
         self,
         base_layer: nn.Module,

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from peft_sel.kernels import compiled, fused, native, reference
 from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales
-from peft_sel.numerics import compute_dtype
+from peft_sel.numerics import compute_dtype, look_up
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
@@ -65,7 +65,10 @@ class _Inputs(NamedTuple):
 
 
 def _pack(tensors: Sequence[Any]) -> _Inputs:
-    raw, beta, residual_a, residual_b, *parts = tensors
+    raw, table, beta, residual_a, residual_b, *parts = tensors
+    if table is not None:  # raw is the base weight: hold what is looked up no longer than these inputs
+        with torch.inference_mode(False), torch.no_grad():  # as in _compute
+            raw = look_up(raw, table)
     return _Inputs(raw, beta, residual_a, residual_b, tuple(parts))
 
 
@@ -86,7 +89,7 @@ def _pull_back(
 ) -> tuple[Tensor | None, ...]:
     """Pull dLoss/dw_eff back to the inputs that need it, in their order."""
     raw, beta, a, b, parts = inputs
-    needs_raw, _, needs_a, needs_b, *needs_parts = needed
+    needs_raw, _, _, needs_a, needs_b, *needs_parts = needed
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
     needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
@@ -102,7 +105,7 @@ def _pull_back(
     ]
     a_grad, b_grad = residual_grads or (None, None)
     b_grad = None if b_grad is None else b_grad * spec.residual_scaling
-    return _like(raw_grad, raw), None, _like(a_grad, a), _like(b_grad, b), *part_grads
+    return _like(raw_grad, raw), None, None, _like(a_grad, a), _like(b_grad, b), *part_grads
 
 
 def _scale_residual(spec: WeightSpec, raw: Tensor, a: Tensor | None, b: Tensor | None) -> Residual:
@@ -172,7 +175,12 @@ def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
 
 
 def fold(
-    spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None = None
+    spec: WeightSpec,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    residual: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Compute the effective weight of a target weight (Eq. 3-7, plus the residual in weight space).
 
@@ -186,11 +194,13 @@ def fold(
         beta: Curvature, a 0-d tensor.
         scales: Parts of each scale by scale name, as init_parts makes them; every name has a pattern in spec.
         residual: (A, B) of shapes (r, d_in) and (d_out, r), or None.
+        table: Raw weights of the values of a bf16 or fp16 base weight, which raw then is, and which gets no gradient;
+            look_up finds the raw weights for as long as they are needed.
 
     Returns:
         w_eff of raw's shape, in spec.dtype: f(raw) + residual_scaling * B @ A.
     """
-    result: Tensor = _Fold.apply(spec, *_flatten(raw, beta, scales, residual))
+    result: Tensor = _Fold.apply(spec, *_flatten(raw, beta, scales, residual, table))
     return result
 
 
@@ -202,6 +212,7 @@ def linear(
     beta: Tensor,
     scales: Scales,
     residual: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.linear(x, fold(spec, raw, beta, scales, residual), bias), keeping less for backward.
 
@@ -216,6 +227,7 @@ def linear(
         beta: Curvature, 0-d.
         scales: Parts of each scale.
         residual: (A, B) or None.
+        table: Raw weights of the values of a base weight, or None.
 
     Returns:
         (..., d_out), in the dtype that linear gives.
@@ -224,14 +236,17 @@ def linear(
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    layout, *tensors = _flatten(raw, beta, scales, residual)
+    layout, *tensors = _flatten(raw, beta, scales, residual, table)
     with torch.autocast(device, enabled=False):
         result: Tensor = _Linear.apply(spec, layout, dtype, x, bias, *tensors)
     return result
 
 
-def _flatten(raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """Return (layout, raw, beta, A, B, *parts)."""
+def _flatten(
+    raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None, table: Tensor | None
+) -> tuple[Any, ...]:
+    """Return (layout, raw, table, beta, A, B, *parts)."""
     layout = tuple((scale, part) for scale, parts in scales.items() for part in parts)
     a, b = residual if residual is not None else (None, None)
-    return layout, raw, beta, a, b, *(tensor for parts in scales.values() for tensor in parts.values())
+    raw = raw if table is None else raw.detach()
+    return layout, raw, table, beta, a, b, *(tensor for parts in scales.values() for tensor in parts.values())
