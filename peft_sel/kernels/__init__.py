@@ -1,7 +1,7 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-Backends evaluate it, chosen for each call: reference.py (plain torch, block by block), compiled.py (torch.compile), and
-fused.py inside somebody else's torch.compile.
+Backends evaluate it, chosen for each call: reference.py (plain torch, block by block), compiled.py (torch.compile),
+triton_backend.py (hand-written kernels, on GPUs), and fused.py inside somebody else's torch.compile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import compiled, fused, reference
+from peft_sel.kernels import compiled, fused, reference, triton_backend
 from peft_sel.kernels.formulas import Scales, WeightSpec, broadcast_scales
 from peft_sel.numerics import compute_dtype
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
-BACKENDS = {"reference": reference, "compiled": compiled}
+BACKENDS = {"reference": reference, "compiled": compiled, "triton": triton_backend}
 
 Layout = tuple[tuple[str, str], ...]  # names of scale and part, in the order of the parts
 
@@ -33,7 +33,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Evaluate with one backend, whatever would be chosen; for tests and comparisons.
 
     Args:
-        name: "reference" or "compiled".
+        name: "reference", "compiled" or "triton".
     """
     global _forced
     before, _forced = _forced, BACKENDS[name]
@@ -49,6 +49,8 @@ def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
         return fused if spec.can_fuse else reference
     if _forced is not None:
         return _forced
+    if raw.is_cuda and triton_backend.can_run(spec, raw):
+        return triton_backend
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
