@@ -19,15 +19,15 @@ from peft_sel.numerics import SCALE_NAMES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLD_TILE = 32, 128  # rows and columns
-PULL_BACK_TILE = 64, 64
-SEGMENT = 256  # columns that one program sums over, tile by tile
+PULL_BACK_TILE = 16, 64  # 4 weights per thread: about 100 registers, so that two programs fit a processor
+SEGMENT = 128  # rows that one program sums over, tile by tile
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 _failed = False
 
 
 def can_run(spec: WeightSpec, raw: Tensor) -> bool:
-    """Whether this backend takes a weight: not empty, of at most 32 bits, no fake tensor, and no scale of pattern lora."""
+    """Whether this backend takes a weight: not empty, of at most 32 bits, not fake, no scale of pattern lora."""
     plain = type(raw) in (Tensor, nn.Parameter) and raw.dtype in DTYPES and spec.dtype in DTYPES
     return plain and raw.numel() > 0 and spec.can_fuse and not _failed
 
@@ -110,11 +110,11 @@ def _pull_back(
     transposed = _is_transposed(raw)
     rows, columns = _in_order(raw.shape, transposed)
     block_rows, block_columns = PULL_BACK_TILE
-    grid = _count(rows, block_rows), _count(columns, SEGMENT)
+    grid = _count(columns, block_columns), _count(rows, SEGMENT)
     raw_grad = torch.empty_like(raw, dtype=torch.float32, requires_grad=False)
     summed = [name for name in scales if name in names]
-    row_sums = torch.empty(len(summed), grid[1], rows, device=raw.device, dtype=torch.float32)
-    column_sums = torch.empty(len(summed), grid[0], columns, device=raw.device, dtype=torch.float32)
+    row_sums = torch.empty(grid[0], len(summed), rows, dtype=torch.float32, device=raw.device)
+    column_sums = torch.empty(grid[1], len(summed), columns, dtype=torch.float32, device=raw.device)
     with torch.cuda.device_of(raw):
         kernels.pull_back_kernel[grid](
             raw_grad,
@@ -135,11 +135,11 @@ def _pull_back(
             SEGMENT,
             **OPTIONS,
         )
-    by_side = _in_order((row_sums.sum(1, dtype=torch.float64), column_sums.sum(1, dtype=torch.float64)), transposed)
+    by_side = _in_order((row_sums.sum(0, dtype=torch.float64), column_sums.sum(0, dtype=torch.float64)), transposed)
     grads: Scales = {}
     for index, name in enumerate(summed):
         sums = {
-            "value": row_sums[index].sum(dtype=torch.float64).reshape(1),
+            "value": row_sums[:, index].sum(dtype=torch.float64).reshape(1),
             "row": by_side[0][index],
             "column": by_side[1][index],
         }
@@ -164,7 +164,8 @@ def _count(size: int, block: int) -> int:
 
 def _list_factors(spec: WeightSpec, raw: Tensor, factors: Factors, transposed: bool) -> list[Tensor]:
     """Return each scale's values by rows (or its one value) and by columns; raw stands for those that there are not."""
-    patterns, result = dict(spec.patterns), []
+    patterns = dict(spec.patterns)
+    result: list[Tensor] = []
     for name in SCALE_NAMES:
         vectors = [factor.reshape(-1).contiguous() for factor in factors.get(name, ())]
         of_columns = vectors.pop() if vectors and "col" in patterns[name] else raw

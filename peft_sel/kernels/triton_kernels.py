@@ -64,10 +64,7 @@ def _load_scale(row, column, rows, columns, row_mask, column_mask, PATTERN: tl.c
     elif PATTERN != ABSENT:
         row_values = tl.load(row + rows, mask=row_mask, other=1.0)[:, None]
         column_values = tl.load(column + columns, mask=column_mask, other=1.0)[None, :]
-        if PATTERN == ROW_COL_MULT:
-            value = row_values * column_values
-        else:
-            value = row_values + column_values
+        value = row_values * column_values if PATTERN == ROW_COL_MULT else row_values + column_values
     return value
 
 
@@ -151,18 +148,72 @@ def fold_kernel(
 
 
 @triton.jit
+def _pull_back_terms(
+    grad, raw, beta, exp_scale, linear_scale, multiplier, offset, shift,
+    L: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
+    MODE: tl.constexpr, FAMILY: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of raw and of the expanded scales: transform.effective_weight_gradients."""
+    sign, magnitude = _split_sign(raw)
+    curvature = beta * multiplier
+    growth, lacking = _grow(magnitude, curvature, offset, shift, FAMILY, N, S)
+    rise = growth + lacking
+    if NORMALIZE:
+        grad = tl.div_rn(grad, tl.broadcast_to(multiplier, grad.shape))
+    signed_grad = grad * sign
+    slope = exp_scale * curvature * rise
+    total = exp_scale * growth
+    if MODE == "mismatch":
+        linear_terms = grad * magnitude
+    elif MODE == "exp_only":
+        linear_terms = magnitude * 0.0
+    else:
+        linear_terms = signed_grad * _sign_linear(sign, magnitude, MODE)
+    offset_terms = signed_grad * -1.0 * exp_scale * growth
+    if FAMILY == "damped":
+        slope = slope - exp_scale * growth
+        damping = expm1(offset * -1.0 * exp(magnitude)) * -1.0
+        linear_terms = linear_terms * damping
+    if L != ABSENT and MODE != "exp_only":
+        linear = _sign_linear(sign, linear_scale, MODE)
+        if FAMILY == "damped":
+            damped_away = linear * magnitude * exp(magnitude - offset * exp(magnitude))
+            offset_terms = offset_terms + signed_grad * damped_away
+            linear = linear * damping
+        slope = slope + linear
+        if FAMILY == "damped":
+            slope = slope + damped_away * offset
+        total = total + magnitude * linear
+    multiplier_terms = signed_grad * exp_scale * rise * (beta * magnitude)
+    if NORMALIZE:
+        lost = tl.div_rn(signed_grad * total, tl.broadcast_to(multiplier, grad.shape))
+        multiplier_terms = multiplier_terms - lost
+    shift_terms = signed_grad * exp_scale * rise
+    return grad * slope, signed_grad * growth, linear_terms, multiplier_terms, offset_terms, shift_terms
+
+
+@triton.jit
 def _reduce(
-    terms, mask, rows, columns, row_mask, column_mask, row_factors, column_factors, column_sums, PATTERN: tl.constexpr
-):
-    """Store a tile's sums over its rows where the pattern has columns, and return those over its columns."""
-    terms = tl.where(mask, terms, 0.0)
-    if PATTERN == COLUMN or PATTERN == ROW_COL_ADD:  # noqa: PLR1714, `in` is not Triton
-        tl.store(column_sums + columns, tl.sum(terms, 0), mask=column_mask)
-    if PATTERN == ROW_COL_MULT:
-        row_values = tl.load(row_factors + rows, mask=row_mask, other=0.0)[:, None]
-        tl.store(column_sums + columns, tl.sum(terms * row_values, 0), mask=column_mask)
-        terms = terms * tl.load(column_factors + columns, mask=column_mask, other=0.0)[None, :]
-    return tl.sum(terms, 1)
+    sums, terms, mask, rows, columns, row_mask, column_mask, row_factors, column_factors, row_sums,
+    PATTERN: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's sums over its columns, and add what its sums over rows are taken of to the sums."""
+    if SUM >= 0:
+        terms = tl.where(mask, terms, 0.0)
+        row_terms = terms
+        if PATTERN == ROW_COL_MULT:
+            row_terms = terms * tl.load(column_factors + columns, mask=column_mask, other=0.0)[None, :]
+            terms = terms * tl.load(row_factors + rows, mask=row_mask, other=0.0)[:, None]
+        if PATTERN != COLUMN:
+            tl.store(row_sums, tl.sum(row_terms, 1), mask=row_mask)
+        sums += terms
+    return sums
+
+
+@triton.jit
+def _store_columns(column_sums, sums, column_mask, PATTERN: tl.constexpr, SUM: tl.constexpr):
+    if SUM >= 0 and PATTERN > ROW:
+        tl.store(column_sums, tl.sum(sums, 0), mask=column_mask)
 
 
 @triton.jit
@@ -175,102 +226,56 @@ def pull_back_kernel(
     E_SUM: tl.constexpr, L_SUM: tl.constexpr, M_SUM: tl.constexpr, N_SUM: tl.constexpr, S_SUM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of raw, and partial sums of those of the scales, for a row of tiles.
+    """Write the gradient of raw, and partial sums of those of the scales, for SEGMENT rows of a block of columns.
 
-    row_sums is (scales, segments, rows), column_sums (scales, blocks of rows, columns); X_SUM is the place of a scale
-    in both, or -1 for one whose gradient is not asked for.
+    row_sums is (blocks of columns, scales, rows) and column_sums (segments, scales, columns), for the scales whose
+    gradients are asked for; X_SUM is the place of scale X among them, or -1.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_mask = rows < num_rows
+    SUMS: tl.constexpr = (E_SUM >= 0) + (L_SUM >= 0) + (M_SUM >= 0) + (N_SUM >= 0) + (S_SUM >= 0)
+    columns = tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column_mask = columns < num_columns
     beta = tl.load(beta_ptr)
-    e_sums = tl.zeros((BLOCK_ROWS,), tl.float32)
+    e_sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     l_sums, m_sums, n_sums, s_sums = e_sums, e_sums, e_sums, e_sums
-    num_blocks = tl.num_programs(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * SEGMENT
-    for start in range(first, tl.minimum(first + SEGMENT, num_columns), BLOCK_COLUMNS):
-        columns = start + tl.arange(0, BLOCK_COLUMNS)
-        column_mask = columns < num_columns
+    for start in range(0, SEGMENT, BLOCK_ROWS):
+        rows = first + start + tl.arange(0, BLOCK_ROWS)
+        row_mask = rows < num_rows
         mask = row_mask[:, None] & column_mask[None, :]
         exp_scale = _load_scale(e_rows, e_columns, rows, columns, row_mask, column_mask, E)
+        linear_scale = _load_scale(l_rows, l_columns, rows, columns, row_mask, column_mask, L)
+        multiplier = _load_scale(m_rows, m_columns, rows, columns, row_mask, column_mask, M)
         offset = _load_scale(n_rows, n_columns, rows, columns, row_mask, column_mask, N)
         shift = _load_scale(s_rows, s_columns, rows, columns, row_mask, column_mask, S)
-        multiplier = _load_scale(m_rows, m_columns, rows, columns, row_mask, column_mask, M)
-        curvature = beta * multiplier
         raw = tl.load(raw_ptr + rows[:, None] * raw_row + columns[None, :] * raw_column, mask=mask, other=0.0)
         grad = tl.load(grad_ptr + rows[:, None] * grad_row + columns[None, :] * grad_column, mask=mask, other=0.0)
-        grad = grad.to(tl.float32)
-        sign, magnitude = _split_sign(raw.to(tl.float32))
-        growth, lacking = _grow(magnitude, curvature, offset, shift, FAMILY, N, S)
-        rise = growth + lacking
-        LINEAR: tl.constexpr = L != ABSENT and MODE != "exp_only"
-        DAMPED: tl.constexpr = FAMILY == "damped"
-        if DAMPED:
-            damping = expm1(offset * -1.0 * exp(magnitude)) * -1.0
-        if LINEAR:
-            linear = _load_scale(l_rows, l_columns, rows, columns, row_mask, column_mask, L)
-            linear = _sign_linear(sign, linear, MODE)
-            if DAMPED:
-                damped_away = linear * magnitude * exp(magnitude - offset * exp(magnitude))
-                linear = linear * damping
-        if NORMALIZE:
-            grad = tl.div_rn(grad, tl.broadcast_to(multiplier, grad.shape))
-        signed_grad = grad * sign
+        raw_grad, e, l, m, n, s = _pull_back_terms(  # noqa: E741
+            grad.to(tl.float32), raw.to(tl.float32), beta, exp_scale, linear_scale, multiplier, offset, shift,
+            L, N, S, MODE, FAMILY, NORMALIZE,
+        )  # fmt: skip
         if RAW:
-            slope = exp_scale * curvature * rise
-            if DAMPED:
-                slope = slope - exp_scale * growth
-            if LINEAR:
-                slope = slope + linear
-                if DAMPED:
-                    slope = slope + damped_away * offset
-            raw_grad = raw_grad_ptr + rows[:, None] * raw_grad_row + columns[None, :] * raw_grad_column
-            tl.store(raw_grad, grad * slope, mask=mask)
-        column_sums = column_sums_ptr + tl.program_id(0).to(tl.int64) * num_columns
-        if E_SUM >= 0:
-            sums = column_sums + E_SUM * num_blocks * num_columns
-            terms = signed_grad * growth
-            e_sums += _reduce(terms, mask, rows, columns, row_mask, column_mask, e_rows, e_columns, sums, E)
-        if L_SUM >= 0:
-            sums = column_sums + L_SUM * num_blocks * num_columns
-            terms = magnitude * 0.0
-            if MODE == "mismatch":
-                terms = grad * magnitude
-            elif MODE == "congruent":
-                terms = signed_grad * magnitude
-            elif MODE == "oppose":
-                terms = signed_grad * (magnitude * -1.0)
-            if DAMPED:
-                terms = terms * damping
-            l_sums += _reduce(terms, mask, rows, columns, row_mask, column_mask, l_rows, l_columns, sums, L)
-        if M_SUM >= 0:
-            sums = column_sums + M_SUM * num_blocks * num_columns
-            terms = signed_grad * exp_scale * rise * (beta * magnitude)
-            if NORMALIZE:
-                total = exp_scale * growth
-                if LINEAR:
-                    total = total + magnitude * linear
-                terms = terms - tl.div_rn(signed_grad * total, tl.broadcast_to(multiplier, grad.shape))
-            m_sums += _reduce(terms, mask, rows, columns, row_mask, column_mask, m_rows, m_columns, sums, M)
-        if N_SUM >= 0:
-            sums = column_sums + N_SUM * num_blocks * num_columns
-            terms = signed_grad * -1.0 * exp_scale * growth
-            if DAMPED and LINEAR:
-                terms = terms + signed_grad * damped_away
-            n_sums += _reduce(terms, mask, rows, columns, row_mask, column_mask, n_rows, n_columns, sums, N)
-        if S_SUM >= 0:
-            sums = column_sums + S_SUM * num_blocks * num_columns
-            terms = signed_grad * exp_scale * rise
-            s_sums += _reduce(terms, mask, rows, columns, row_mask, column_mask, s_rows, s_columns, sums, S)
-    row_sums = row_sums_ptr + tl.program_id(1).to(tl.int64) * num_rows + rows
-    row_step = tl.num_programs(1).to(tl.int64) * num_rows
-    _store_rows(row_sums, row_step, e_sums, row_mask, E_SUM)
-    _store_rows(row_sums, row_step, l_sums, row_mask, L_SUM)
-    _store_rows(row_sums, row_step, m_sums, row_mask, M_SUM)
-    _store_rows(row_sums, row_step, n_sums, row_mask, N_SUM)
-    _store_rows(row_sums, row_step, s_sums, row_mask, S_SUM)
-
-
-@triton.jit
-def _store_rows(row_sums, row_step, sums, row_mask, SUM: tl.constexpr):
-    if SUM >= 0:
-        tl.store(row_sums + SUM * row_step, sums, mask=row_mask)
+            raw_grad_ptrs = raw_grad_ptr + rows[:, None] * raw_grad_row + columns[None, :] * raw_grad_column
+            tl.store(raw_grad_ptrs, raw_grad, mask=mask)
+        at = row_sums_ptr + tl.program_id(0).to(tl.int64) * SUMS * num_rows + rows
+        step = num_rows
+        e_sums = _reduce(
+            e_sums, e, mask, rows, columns, row_mask, column_mask, e_rows, e_columns, at + E_SUM * step, E, E_SUM
+        )
+        l_sums = _reduce(
+            l_sums, l, mask, rows, columns, row_mask, column_mask, l_rows, l_columns, at + L_SUM * step, L, L_SUM
+        )
+        m_sums = _reduce(
+            m_sums, m, mask, rows, columns, row_mask, column_mask, m_rows, m_columns, at + M_SUM * step, M, M_SUM
+        )
+        n_sums = _reduce(
+            n_sums, n, mask, rows, columns, row_mask, column_mask, n_rows, n_columns, at + N_SUM * step, N, N_SUM
+        )
+        s_sums = _reduce(
+            s_sums, s, mask, rows, columns, row_mask, column_mask, s_rows, s_columns, at + S_SUM * step, S, S_SUM
+        )
+    at = column_sums_ptr + tl.program_id(1).to(tl.int64) * SUMS * num_columns + columns
+    _store_columns(at + E_SUM * num_columns, e_sums, column_mask, E, E_SUM)
+    _store_columns(at + L_SUM * num_columns, l_sums, column_mask, L, L_SUM)
+    _store_columns(at + M_SUM * num_columns, m_sums, column_mask, M, M_SUM)
+    _store_columns(at + N_SUM * num_columns, n_sums, column_mask, N, N_SUM)
+    _store_columns(at + S_SUM * num_columns, s_sums, column_mask, S, S_SUM)
