@@ -1,7 +1,7 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-Backends evaluate it, chosen for each call: native.py (C++, on CPUs), compiled.py (torch.compile), reference.py (plain
-torch, block by block), and fused.py inside somebody else's torch.compile.
+Backends evaluate it, chosen for each call: native.py (C++, on CPUs), triton_backend.py (on GPUs), compiled.py
+(torch.compile), reference.py (plain torch, block by block), and fused.py inside somebody else's torch.compile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import compiled, fused, native, reference
+from peft_sel.kernels import compiled, fused, native, reference, triton_backend
 from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales
 from peft_sel.numerics import compute_dtype, look_up
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
-BACKENDS = {"reference": reference, "compiled": compiled, "native": native}
+BACKENDS = {"reference": reference, "native": native, "compiled": compiled, "triton": triton_backend}
 
 Layout = tuple[tuple[str, str], ...]  # names of scale and part, in the order of the parts
 
@@ -33,7 +33,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Evaluate with one backend, whatever would be chosen; for tests and comparisons.
 
     Args:
-        name: "reference", "native" or "compiled".
+        name: "reference", "native", "compiled" or "triton".
     """
     global _forced
     before, _forced = _forced, BACKENDS[name]
@@ -51,6 +51,8 @@ def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
         return _forced
     if native.can_run(spec, raw):
         return native
+    if raw.is_cuda and triton_backend.can_run(spec, raw):
+        return triton_backend
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
