@@ -118,7 +118,7 @@ def test_methods_that_do_not_fit_together_are_refused() -> None:
 def test_ratios_are_within_rounds() -> None:
     seconds = {"base": [1.0, 2.0, 10.0], "other": [2.0, 2.0, 15.0]}
     rows = timing.summarize(seconds, ["base"], {"base": 100, "other": 150})
-    assert rows["other"]["time_ratio"]["base"] == [1.0, 1.5, 2.0] and rows["other"]["memory_ratio"]["base"] == 1.5
+    assert rows["other"]["time_ratio"]["base"] == [1.25, 1.5, 1.75] and rows["other"]["memory_ratio"]["base"] == 1.5
     assert rows["other"]["median_s"] == 2.0
 
 
@@ -133,11 +133,14 @@ def test_calls_take_turns_after_their_preparation() -> None:
 
 
 def test_the_floor_is_the_larger_of_bytes_and_exponentials() -> None:
-    bound = floor.describe_floor(1000, bytes_per_s=1e9, exps_per_s=1e8, fold_s=2e-8, gradients_s=3e-8)
+    measured = {"fold": 2e-8, "gradients": 3e-8, "fold with residual": 3e-8, "gradients with residual": 5e-8}
+    bound = floor.describe_floor(1000, bytes_per_s=1e9, exps_per_s=1e8, measured_s=measured)["operations"]
     assert bound["fold"] == pytest.approx({"bytes": 6, "exps": 1, "floor_ns": 10.0, "measured_over_floor": 2.0})
-    bound = floor.describe_floor(1000, bytes_per_s=1e9, exps_per_s=1e12, fold_s=2e-8, gradients_s=3e-8)
-    assert bound["gradients"]["floor_ns"] == pytest.approx(10.0) and bound["fold"]["floor_ns"] == pytest.approx(6.0)
+    bound = floor.describe_floor(1000, bytes_per_s=1e9, exps_per_s=1e12, measured_s=measured)
+    floors = [operation["floor_ns"] for operation in bound["operations"].values()]
+    assert floors == pytest.approx([6.0, 10.0, 6.0, 10.0])
     assert bound["step"]["floor_s"] == pytest.approx(22e-6) and bound["step"]["measured_s"] == pytest.approx(70e-6)
+    assert bound["step"]["measured_with_residual_s"] == pytest.approx(110e-6)
     assert bound["step"]["full_fine_tuning_floor_s"] == pytest.approx(12e-6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -30,38 +31,43 @@ COPY = Cost(4 + 4, 0)  # of float32, whose speed is taken for the memory's
 
 
 def describe_floor(
-    weights: int, bytes_per_s: float, exps_per_s: float, fold_s: float, gradients_s: float
+    weights: int, bytes_per_s: float, exps_per_s: float, measured_s: Mapping[str, float]
 ) -> dict[str, Any]:
     """Compare measured times of one weight with their floors, and add both up over a step.
 
-    A step of SEL folds twice, forward and backward, and pulls gradients back once.
+    A step of SEL folds twice, forward and backward, and pulls gradients back once. The floor leaves out the
+    matrix products of a residual.
 
     Args:
         weights: Number of trained weights of a model.
         bytes_per_s: Measured bandwidth of a copy, bytes read plus bytes written.
         exps_per_s: Measured exponentials per second.
-        fold_s: Measured seconds of a fold, per weight.
-        gradients_s: Measured seconds of the gradients, per weight.
+        measured_s: Seconds per weight of "fold", "gradients", "fold with residual" and "gradients with residual".
 
     Returns:
         Floors in ns per weight, measured times over them, and seconds per step.
     """
-    fold, gradients = (cost.floor_s(bytes_per_s, exps_per_s) for cost in (FOLD, GRADIENTS))
-    full = sum(cost.floor_s(bytes_per_s, exps_per_s) for cost in (CAST_WEIGHT, CAST_GRADIENT))
-    return {
-        "bytes_per_s": bytes_per_s,
-        "exps_per_s": exps_per_s,
-        "fold": {"bytes": FOLD.bytes, "exps": FOLD.exps, "floor_ns": fold * 1e9, "measured_over_floor": fold_s / fold},
-        "gradients": {
-            "bytes": GRADIENTS.bytes,
-            "exps": GRADIENTS.exps,
-            "floor_ns": gradients * 1e9,
-            "measured_over_floor": gradients_s / gradients,
-        },
-        "step": {
-            "weights": weights,
-            "floor_s": weights * (2 * fold + gradients),
-            "measured_s": weights * (2 * fold_s + gradients_s),
-            "full_fine_tuning_floor_s": weights * full,
-        },
+    costs = {name: FOLD if name.startswith("fold") else GRADIENTS for name in measured_s}
+    floors = {name: cost.floor_s(bytes_per_s, exps_per_s) for name, cost in costs.items()}
+    operations = {
+        name: {
+            "bytes": cost.bytes,
+            "exps": cost.exps,
+            "floor_ns": floors[name] * 1e9,
+            "measured_over_floor": measured_s[name] / floors[name],
+        }
+        for name, cost in costs.items()
     }
+
+    def add_up(times: Mapping[str, float], residual: str = "") -> float:
+        return weights * (2 * times["fold" + residual] + times["gradients" + residual])
+
+    full = sum(cost.floor_s(bytes_per_s, exps_per_s) for cost in (CAST_WEIGHT, CAST_GRADIENT))
+    step = {
+        "weights": weights,
+        "floor_s": add_up(floors),
+        "measured_s": add_up(measured_s),
+        "measured_with_residual_s": add_up(measured_s, " with residual"),
+        "full_fine_tuning_floor_s": weights * full,
+    }
+    return {"bytes_per_s": bytes_per_s, "exps_per_s": exps_per_s, "operations": operations, "step": step}

@@ -37,6 +37,7 @@ from peft_sel.targets import DENSE_TARGETS
 
 BACKENDS = ("reference", "compiled")
 CAST, COPIED = "copy, float32 to bf16", "copy, float32"
+COMPILED = ", compiled"  # ends the name of an operation by that backend
 REAL_WEIGHTS = 106_168_320  # of SmolLM2-135M, in the linear layers that are trained
 FILE = "model.safetensors"
 
@@ -72,8 +73,7 @@ def measure_matrix(shape: tuple[int, int], repeats: int, folder: Path) -> tuple[
         REAL_WEIGHTS,
         bytes_per_s=COPY.bytes / speed[COPIED],
         exps_per_s=EXPS_PER_ELEMENT / min(speed[name] for name in rows if name.startswith("exp")),
-        fold_s=speed["fold, compiled"],
-        gradients_s=speed["gradients, compiled"],
+        measured_s={name.removesuffix(COMPILED): speed[name] for name in rows if name.endswith(COMPILED)},
     )
     return rows, floor
 

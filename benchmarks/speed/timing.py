@@ -42,7 +42,7 @@ def time_in_turns(
 
 def quartiles(values: Sequence[float]) -> list[float]:
     """Return the quartiles, the median in the middle."""
-    return statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
 def ratio_to(seconds: Seconds, base: str) -> dict[str, list[float]]:
