@@ -51,10 +51,10 @@ def test_kernels_agree_on_a_gpu() -> None:
 
 def test_only_gpus_choose_it_and_only_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = torch.zeros(512, 512)
-    assert triton_backend.can_run(SPEC, raw) and _select_backend(SPEC, raw, True) is compiled
+    assert triton_backend.can_run(SPEC, raw) and _select_backend(SPEC, raw, True) is not triton_backend
     fold(SPEC, raw, torch.tensor(1.0), {"exp_scale": {"value": torch.ones(1)}})
     assert KERNELS not in sys.modules  # nor, by it, Triton: no other test of this process imports them
-    on_gpu = types.SimpleNamespace(is_cuda=True)
+    on_gpu = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     for module in (triton_backend, compiled):
         monkeypatch.setattr(module, "can_run", lambda *_: True)
     assert _select_backend(SPEC, on_gpu, True) is triton_backend
@@ -101,7 +101,7 @@ def test_without_triton_it_warns_once_and_the_reference_goes_on(monkeypatch: pyt
             second = [fold(*case), *backward(case, grad)]
         monkeypatch.setattr(triton_backend, "_failed", False)
         with torch.no_grad(), pytest.warns(UserWarning, match="Triton does not work here"):
-            third = triton_backend.pull_back(case.spec, grad, case.raw.detach(), case.beta, case.scales, ("raw",))
+            third = triton_backend.pull_back(case.spec, grad, case.raw.detach(), case.beta, case.scales, ("raw",), None)
     assert not triton_backend.can_run(case.spec, case.raw)
     with use_backend("reference"):
         want = [fold(*case), *backward(case, grad)]

@@ -167,7 +167,7 @@ def run_kernels(run: Run) -> Path:
     bytes_per_s = COPY.bytes * raw.numel() / copy_s
     settings = {"shape": list(shape), "copy_bytes_per_s": bytes_per_s, "repeats": run.args.repeats}
     rows: dict[str, Any] = {}
-    for backend in BACKENDS:
+    for backend in [name for name in BACKENDS if name != ("native" if run.device == "cuda" else "triton")]:
 
         def measure(call: Callable[[], object], operation: str) -> dict[str, Any]:
             seconds = run.time_calls(call, run.args.repeats, True)

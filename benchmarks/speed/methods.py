@@ -176,8 +176,7 @@ METHODS: dict[str, Callable[[nn.Module], Trained]] = {
     "osf": make_peft(OSFConfig(target_modules=DENSE_TARGETS)),
 }
 BACKEND_OF = {"sel-reference": "reference", "sel-compiled": "compiled", "sel-triton": "triton"}  # others: chosen
-# sel-drop compiles on a CPU by its own choice, and Triton needs a GPU.
-CPU_METHODS = [name for name in METHODS if name not in ("sel-compiled", "sel-triton", "sel-drop-scope")]
+CPU_METHODS = [name for name in METHODS if name not in ("sel-triton", "sel-drop-scope")]  # Triton needs a GPU
 ACCUMULATION_METHODS = ["full", "sel-drop", "sel-drop-scope"]
 
 

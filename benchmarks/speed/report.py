@@ -20,7 +20,7 @@ writes this page from the files in `results/`. One measurement: `python benchmar
 - Every method trains the same layers of the same weights, under bf16 autocast, with fused AdamW. `full` is full
   fine-tuning of these layers in float32. `sel-drop` and `sel-keep` are dense SEL with `base_weight` "drop" and "keep",
   `-kept` keeps effective weights from forward to backward, `-scope` folds once for all micro-batches of a step,
-  `-reference` is plain torch instead of compiled code, `sel-scales` is `train_raw=False`. `parametrize` is the same
+  `-reference` is plain torch instead of compiled C++, `sel-scales` is `train_raw=False`. `parametrize` is the same
   formula by autograd, `lora` and `dora` have rank 32.
 - Peak memory is the resident memory of a process with that method alone.
 """
@@ -103,7 +103,7 @@ def render_floor(floor: dict[str, Any]) -> str:
     return (
         f"\nThe floor, at {floor['bytes_per_s'] / 1e9:.1f} GB/s (float32 copy, read and written) and "
         f"{floor['exps_per_s'] / 1e6:.0f}M exponentials/s:\n\n"
-        f"{make_table(['compiled', 'bytes per weight', 'exps', 'floor, ns', 'measured / floor'], table)}\n\n"
+        f"{make_table(['native', 'bytes per weight', 'exps', 'floor, ns', 'measured / floor'], table)}\n\n"
         f"Two folds and the gradients of {step['weights'] / 1e6:.0f}M weights, once a step: at least "
         f"{step['floor_s']:.3f} s, measured {step['measured_s']:.3f} s, with the residual of rank 8 "
         f"{step['measured_with_residual_s']:.3f} s. The two casts that full fine-tuning does in their place take at "

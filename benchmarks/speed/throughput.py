@@ -35,9 +35,9 @@ from peft_sel import SELConfig, merge_checkpoint
 from peft_sel.kernels import use_backend
 from peft_sel.targets import DENSE_TARGETS
 
-BACKENDS = ("reference", "compiled")
+BACKENDS = ("reference", "native", "compiled")
 CAST, COPIED = "copy, float32 to bf16", "copy, float32"
-COMPILED = ", compiled"  # ends the name of an operation by that backend
+NATIVE = ", native"  # ends the name of an operation by that backend
 REAL_WEIGHTS = 106_168_320  # of SmolLM2-135M, in the linear layers that are trained
 FILE = "model.safetensors"
 
@@ -73,7 +73,7 @@ def measure_matrix(shape: tuple[int, int], repeats: int, folder: Path) -> tuple[
         REAL_WEIGHTS,
         bytes_per_s=COPY.bytes / speed[COPIED],
         exps_per_s=EXPS_PER_ELEMENT / min(speed[name] for name in rows if name.startswith("exp")),
-        measured_s={name.removesuffix(COMPILED): speed[name] for name in rows if name.endswith(COMPILED)},
+        measured_s={name.removesuffix(NATIVE): speed[name] for name in rows if name.endswith(NATIVE)},
     )
     return rows, floor
 
@@ -81,7 +81,7 @@ def measure_matrix(shape: tuple[int, int], repeats: int, folder: Path) -> tuple[
 def measure_checkpoint(choice: ModelChoice, repeats: int, folder: Path) -> dict[str, Any]:
     """Measure conversion, merge and load of a whole model, and a merge from file to file.
 
-    Merges name their backend: which one is chosen depends on how many weights this process has folded before.
+    Merges name their backend, and are measured with each.
 
     Returns:
         A row per operation.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peft_sel.kernels import reference
 from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, broadcast_scales
+from peft_sel.kernels.reference import multiply_residual, pull_back_residual
 from peft_sel.numerics import SCALE_NAMES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual
     """Do what reference.fold does; the result lies in memory as raw does."""
     if can_run(spec, raw):
         try:
-            return _fold(spec, raw, beta, factors, reference.multiply_residual(residual))
+            return _fold(spec, raw, beta, factors, multiply_residual(residual))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever breaks in a compiler, training can go on
@@ -57,7 +58,7 @@ def pull_back(
     if can_run(spec, raw) and grad.dtype in DTYPES:
         try:
             raw_grad, grads = _pull_back(spec, grad, raw, beta, scales, names)
-            return raw_grad, grads, reference.pull_back_residual(grad, residual)
+            return raw_grad, grads, pull_back_residual(grad, residual)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
