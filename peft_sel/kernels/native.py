@@ -198,8 +198,10 @@ class _Inputs:
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor in float32 and contiguous, alive as long as this object."""
-        self._alive.append(tensor.to(torch.float32).contiguous())
-        return self._alive[-1]
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            tensor = tensor.to(torch.float32).contiguous()
+        self._alive.append(tensor)
+        return tensor
 
 
 def _swap_patterns(spec: WeightSpec) -> WeightSpec:
