@@ -19,7 +19,7 @@ help:
 	@echo "make test         the default tests, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
-	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (up to an hour)"
+	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
 	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two to three minutes)"
 	@echo "make test-lowest  the default tests on the lowest versions that setup.cfg allows (downloads 3 GB)"
 	@echo "make clean        remove the virtual environments and tool caches"
@@ -37,7 +37,7 @@ peft-suite: $(VENV)/.ready
 	$(BIN)/python tests/peft_suite/run.py $(ARGS)
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/speed.py $(ARGS)
+	$(BIN)/python benchmarks/speed $(ARGS)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check

@@ -68,6 +68,10 @@ class SELConfig(PeftConfig):
             own values. The base weight stays as it is, and so disable_adapter and unload give the model from before
             the draw. Needs train_raw=True: the saved raw weights then load on any base of the same shapes.
         train_raw: True trains every weight (dense); False freezes raw and trains scales and residual (a small adapter).
+            Frozen raw takes next to no memory over a bf16 or fp16 base: a table of some KiB leads from the values of a
+            weight to raw weights, in each pass anew. Over a float32, float64 or quantised base, or a base that was cast
+            after conversion, it is held in raw_dtype beside the base weight, 4 bytes per weight: load the base in
+            two bytes to avoid that.
         exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start.
         linear_scale: l_w, likewise; "default" is ScaleConfig() in families that have it, else None.
         inner_multiplier: m, likewise.

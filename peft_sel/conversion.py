@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.errors import AdapterMismatchError, ConfigError
+from peft_sel.errors import AdapterMismatchError, ConfigError, ConvergenceError, UnsupportedModuleError
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
+    INFINITIES,
     SCALE_NAMES,
     InversionReport,
     auto_beta,
     expand_parts,
+    find_magnitudes,
     init_parts,
     invert_weight,
+    make_table,
+    stack_tables,
     width_beta,
 )
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
@@ -26,6 +30,7 @@ from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_p
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
 BIAS = "bias"  # the parameter that bias="sel_only" converts beside a target module's weight
 VECTOR_PATTERNS = {"column": "global", "row_col_mult": "global", "row_col_add": "row", "lora": "row"}
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
@@ -49,6 +54,15 @@ def vector_config(config: SELConfig) -> SELConfig:
         pattern = None if scale is None else VECTOR_PATTERNS.get(scale.pattern, scale.pattern)
         scales[name] = None if scale is None else dataclasses.replace(scale, pattern=pattern)
     return dataclasses.replace(config, r=0, base_weight="keep", **scales)
+
+
+def check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
+    """Raise unless the weight's values are, or without conversion will be, in memory as floating-point numbers."""
+    hook = getattr(base_layer, "_hf_hook", None)
+    if getattr(hook, "offload", False) or (convert and weight.is_meta):
+        raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
+    if weight.dtype not in FLOAT_DTYPES:
+        raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")
 
 
 def resolve_beta(
@@ -156,6 +170,43 @@ def invert_at_start(
     return raw.to(raw_dtype), report
 
 
+def tabulate_at_start(
+    config: SELConfig, beta: Tensor, weight: Tensor, name: str
+) -> tuple[Tensor, InversionReport] | None:
+    """Tabulate the raw weight of each value of a base weight, as invert_at_start finds it.
+
+    Args:
+        config: Mode, family, init and scales.
+        beta: Curvature, 0-d; a vector for a stack of matrices, one each.
+        weight: Base weight.
+        name: How errors call the tensor.
+
+    Returns:
+        The table that kernels.fold takes beside the weight (a stack of them for a stack), and the report of its worst;
+        None where only invert_at_start will do: for a wider dtype than two bytes, a vector, or a weight or a value
+        between its smallest and largest that cannot be inverted.
+    """
+    if weight.dtype not in INFINITIES or weight.dim() < 2:
+        return None
+    if beta.dim() > 0:
+        pairs = enumerate(zip(beta.unbind(), weight.unbind(), strict=True))
+        members = [tabulate_at_start(config, value, matrix, f"{name}[{index}]") for index, (value, matrix) in pairs]
+        found = [member for member in members if member is not None]
+        if len(found) < len(members):
+            return None
+        steps, residuals, _ = zip(*(report for _, report in found), strict=True)
+        return stack_tables([table for table, _ in found]), InversionReport(max(steps), max(residuals), True)
+    magnitudes = find_magnitudes(weight)
+    if magnitudes.stop > INFINITIES[weight.dtype]:
+        return None
+    try:
+        return make_table(
+            magnitudes, weight.dtype, weight.device, lambda values: invert_at_start(config, beta, values, name)
+        )
+    except ConvergenceError:
+        return None
+
+
 def to_matrix(weight: Tensor, transposed: bool) -> Tensor:
     """View a weight as a (d_out, d_in) matrix, whose rows and columns the scales and the residual have.
 
@@ -192,6 +243,7 @@ def fold_weight(
     beta: Tensor,
     scales: Scales,
     residual: tuple[Tensor, Tensor] | None,
+    table: Tensor | None,
     transposed: bool,
 ) -> Tensor:
     """Compute the effective weight of one matrix, or of each in a stack where beta is a vector, by the kernel.
@@ -202,13 +254,14 @@ def fold_weight(
         beta: Curvature, 0-d, or (num_experts,).
         scales: Parts of each scale, stacked like raw.
         residual: (A, B), stacked like raw, or None.
+        table: None, or where raw is a base weight, its table of tabulate_at_start.
         transposed: Whether the layout is (d_in, d_out).
 
     Returns:
         w_eff in the module's layout.
     """
     if beta.dim() == 0:
-        matrix = fold(spec, to_matrix(raw, transposed), beta, scales, residual)
+        matrix = fold(spec, to_matrix(raw, transposed), beta, scales, residual, table)
         return from_matrix(matrix, tuple(raw.shape), transposed).contiguous()
     # unbind and not [index]: its gradient is one stack, where each index would fill a whole tensor with zeros.
     parts = {(scale, part): tensor.unbind() for scale, values in scales.items() for part, tensor in values.items()}
@@ -218,7 +271,9 @@ def fold_weight(
         members: Scales = {scale: {} for scale in scales}
         for (scale, part), tensors in parts.items():
             members[scale][part] = tensors[index]
-        weights.append(fold_weight(spec, matrix, value, members, next(pairs) if pairs else None, transposed))
+        member_table = None if table is None else table[index]
+        member_residual = next(pairs) if pairs else None
+        weights.append(fold_weight(spec, matrix, value, members, member_residual, member_table, transposed))
     return torch.stack(weights)
 
 
@@ -291,11 +346,16 @@ def rebuild_weight(
     if missing or unexpected or wrong:
         raise AdapterMismatchError(name, missing, unexpected, wrong)
     beta = tensors["beta"]
+    table = None
     if config.train_raw:
         raw = tensors["raw"]
     else:
         assert base_weight is not None
-        raw, _ = invert_at_start(config, beta, base_weight, name)
+        found = tabulate_at_start(config, beta, base_weight, name)
+        if found is None:
+            raw, _ = invert_at_start(config, beta, base_weight, name)
+        else:
+            raw, table = base_weight, found[0]
     scales, patterns = {}, []
     for scale, scale_config in config.scale_configs().items():
         parts = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(f"{scale}.")}
@@ -305,4 +365,4 @@ def rebuild_weight(
     spec = make_spec(config, tuple(patterns), dtype)
     residual = (tensors["residual_a"], tensors["residual_b"]) if config.r > 0 else None
     with torch.no_grad():
-        return fold_weight(spec, raw, beta, scales, residual, transposed)
+        return fold_weight(spec, raw, beta, scales, residual, table, transposed)

@@ -131,6 +131,23 @@ class AdapterStateError(SELError):
         super().__init__(f"adapter {adapter!r} {problem}; {way_out}")
 
 
+class ChangedWeightError(SELError):
+    """A tensor of an adapter was written to between a backward pass and the pull back of its gradients."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the adapter of {name} was written to inside accumulate_gradients(), after a backward pass that its old "
+            "values belong to; leave the scope before optimizer.step(), load_state_dict() and other writes"
+        )
+
+
+class NestedAccumulationError(SELError):
+    """accumulate_gradients() was entered inside accumulate_gradients()."""
+
+    def __init__(self) -> None:
+        super().__init__("accumulate_gradients() is open already for this model; leave that scope before the next one")
+
+
 class BrokenMergeError(SELError):
     """safe_merge found NaN or infinity in a merged weight."""
 

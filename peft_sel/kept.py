@@ -20,17 +20,36 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)  # fused optimizers write without raising a tensor's version
 
 
+class Stamp:
+    """The state of the tensors that a weight was computed from.
+
+    A step of any optimizer counts as a write, an assignment to .data as well; a write into .data goes unseen.
+    """
+
+    def __init__(self, sources: list[Tensor]) -> None:
+        self.sources = sources
+        self._objects, self._versions = self._read(sources)
+
+    @staticmethod
+    def _read(sources: list[Tensor]) -> tuple[list[object], list[int]]:
+        objects = [*sources, *(tensor.untyped_storage() for tensor in sources)]
+        return objects, [_optimizer_steps, *(tensor._version for tensor in sources)]
+
+    def is_current(self, sources: list[Tensor]) -> bool:
+        """Whether these are the tensors of the stamp, and none was written to since."""
+        objects, versions = self._read(sources)
+        return versions == self._versions and not any(map(operator.is_not, self._objects, objects))
+
+
 class _Kept(NamedTuple):
     weight: Tensor
-    sources: list[object]
-    versions: list[int]
+    stamp: Stamp
 
 
 class KeptWeights:
     """Weights by the adapters they belong to, each valid until one of the tensors it came from is written to.
 
-    A step of any optimizer counts as a write, an assignment to .data as well; a write into .data goes unseen. Copies
-    and pickles are empty.
+    See Stamp for what counts as a write. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -56,11 +75,10 @@ class KeptWeights:
         """
         if not self.enabled or any(tensor.is_inference() for tensor in sources):  # these do not count writes
             return compute()
-        versions = [_optimizer_steps, *(tensor._version for tensor in sources)]
-        objects = [*sources, *(tensor.untyped_storage() for tensor in sources)]
         kept = self._weights.get(tuple(adapters))
-        if kept is None or kept.versions != versions or any(map(operator.is_not, kept.sources, objects)):
-            kept = self._weights[tuple(adapters)] = _Kept(compute(), objects, versions)
+        if kept is None or not kept.stamp.is_current(sources):
+            stamp = Stamp(sources)
+            kept = self._weights[tuple(adapters)] = _Kept(compute(), stamp)
         return kept.weight
 
     def clear(self) -> None:

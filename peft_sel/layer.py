@@ -12,16 +12,19 @@ from peft.tuners.tuners_utils import _get_in_out_features, check_adapters_to_mer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_sel.accumulation import SharedWeights
 from peft_sel.base import BaseWeightLayer
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     HOLDER_NAME,
     PREFIX,
+    check_readable,
     draw_target,
     fold_weight,
     invert_at_start,
     make_spec,
     resolve_beta,
+    tabulate_at_start,
     to_matrix,
 )
 from peft_sel.errors import (
@@ -29,15 +32,13 @@ from peft_sel.errors import (
     DroppedBaseError,
     NonFiniteWeightError,
     OffloadedError,
-    UnsupportedModuleError,
 )
 from peft_sel.kept import KeptWeights
 from peft_sel.kernels import Scales, WeightSpec
-from peft_sel.numerics import SCALE_NAMES, InversionReport, compute_dtype
+from peft_sel.numerics import SCALE_NAMES, InversionReport
 from peft_sel.structured import StructuredScale
 
 PERTURBATION = 0.05  # relative, of init_weights=False
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _refresh_after_load(layer: SELLayer, _: Any) -> None:
@@ -46,7 +47,7 @@ def _refresh_after_load(layer: SELLayer, _: Any) -> None:
     for adapter, beta in layer.symexplin_beta.items():
         for scale in layer.scales(adapter).values():
             scale.reset_start(beta)
-        if adapter in layer.symexplin_raw_frozen:
+        if not layer.sel_config[adapter].train_raw:
             layer.refresh_frozen_raw(adapter)
 
 
@@ -54,6 +55,7 @@ class SELLayer(BaseWeightLayer):
     """Adapter state and merge logic of one target weight; mixed into an nn.Module."""
 
     stack: tuple[int, ...] = ()  # (num_experts,) where the weight is a stack of matrices
+    holds_base_weight = True  # and does not compute it anew at each access
 
     adapter_layer_names = (
         "symexplin_raw",
@@ -63,6 +65,7 @@ class SELLayer(BaseWeightLayer):
     )
     other_param_names = (
         "symexplin_raw_frozen",
+        "_table_dtypes",
         "symexplin_beta",
         "symexplin_transposed",
         "sel_config",
@@ -74,6 +77,7 @@ class SELLayer(BaseWeightLayer):
         self.module_name = name
         self.symexplin_raw = nn.ParameterDict()
         self.symexplin_raw_frozen = BufferDict(persistent=False)
+        self._table_dtypes: dict[str, torch.dtype] = {}  # of a base weight whose frozen raw is a table of its values
         self.symexplin_beta = BufferDict(persistent=True)
         self.symexplin_transposed = BufferDict(persistent=True)  # tells a merge of files how the weight lies
         for scale in SCALE_NAMES:
@@ -88,6 +92,7 @@ class SELLayer(BaseWeightLayer):
         self._disable_adapters = False
         self.kept_weights = KeptWeights()
         self.keeps_weight_for_backward = False
+        self.shared_weights: SharedWeights | None = None  # inside accumulate_gradients
         self._unmerged = {}
         self._parameter_order = tuple(base_layer._parameters)
         self._adopt(base_layer)
@@ -133,18 +138,17 @@ class SELLayer(BaseWeightLayer):
         weight = self.fetch_base_weight().detach()
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
-        _check_readable(self.module_name, self.get_base_layer(), weight, convert)
+        check_readable(self.module_name, self.get_base_layer(), weight, convert)
         if convert and not isinstance(self.get_base_layer(), nn.Embedding):  # a table that is looked up has no fans
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:
-            raw, report = invert_at_start(config, beta, weight, self.weight_name)
-            self.inversion_report[adapter] = report
+            raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
         else:
-            raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype])
+            raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device)
         rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
-        dtype, shape = compute_dtype(raw), (rows, columns)
+        dtype, shape = torch.float64 if config.raw_dtype == "float64" else torch.float32, (rows, columns)
         self.sel_config[adapter] = config
         self.symexplin_beta[adapter] = beta.to(device)
         if self.transposed:
@@ -167,6 +171,16 @@ class SELLayer(BaseWeightLayer):
             self._perturb(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         self._fresh_versions[adapter] = self._versions(adapter)
+
+    def _invert(self, adapter: str, config: SELConfig, beta: Tensor, weight: Tensor) -> tuple[Tensor, InversionReport]:
+        """Return the raw weight of a weight, or if it stays frozen a table of it, and how that went."""
+        tabulates = self.holds_base_weight and not config.train_raw
+        found = tabulate_at_start(config, beta, weight, self.weight_name) if tabulates else None
+        result = invert_at_start(config, beta, weight, self.weight_name) if found is None else found
+        dtypes = {name: dtype for name, dtype in self._table_dtypes.items() if name != adapter}
+        # A new dictionary: replicas of DataParallel share the old one.
+        self._table_dtypes = dtypes if found is None else {**dtypes, adapter: weight.dtype}
+        return result
 
     def discard_adapter(self, adapter: str) -> None:
         """Forget an adapter without choosing a new active one."""
@@ -199,29 +213,38 @@ class SELLayer(BaseWeightLayer):
 
     @torch.no_grad()
     def refresh_frozen_raw(self, adapter: str) -> None:
-        """Recompute the raw weight of a train_raw=False adapter from the base weight and the adapter's beta."""
-        beta = self.symexplin_beta[adapter]
-        raw, _ = invert_at_start(self.sel_config[adapter], beta, self.base_weight, self.weight_name)
-        self.symexplin_raw_frozen[adapter] = raw
+        """Recompute the raw weight of a train_raw=False adapter, or its table, from the base weight and its beta."""
+        config, beta = self.sel_config[adapter], self.symexplin_beta[adapter]
+        self.symexplin_raw_frozen[adapter], _ = self._invert(adapter, config, beta, self.base_weight.detach())
+
+    def _get_raw(self, adapter: str) -> tuple[Tensor, Tensor | None]:
+        """Return raw and None, or the base weight and the table that leads from it to raw."""
+        if self.sel_config[adapter].train_raw:
+            return self.symexplin_raw[adapter], None
+        if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_weight.dtype:
+            self.refresh_frozen_raw(adapter)  # the base layer was cast
+        frozen = self.symexplin_raw_frozen[adapter]
+        return (self.base_weight, frozen) if adapter in self._table_dtypes else (frozen, None)
 
     def check_base_is_finite(self, adapter: str) -> None:
         """Raise unless the base weight that a train_raw=False adapter inverts holds finite numbers only."""
-        if adapter in self.symexplin_raw_frozen and not bool(torch.isfinite(self.base_weight).all()):
+        frozen = adapter in self.sel_config and not self.sel_config[adapter].train_raw
+        if frozen and not bool(torch.isfinite(self.base_weight).all()):
             raise NonFiniteWeightError(self.weight_name, int((~torch.isfinite(self.base_weight)).sum()))
 
     def _fold_inputs(
         self, adapter: str, dtype: torch.dtype | None = None
-    ) -> tuple[WeightSpec, Tensor, Tensor, Scales, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[WeightSpec, Tensor, Tensor, Scales, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Return what kernels.fold takes, with raw in the base layer's layout; dtype None is the base layer's."""
         config, scales = self.sel_config[adapter], self.scales(adapter)
-        raw = self.symexplin_raw[adapter] if config.train_raw else self.symexplin_raw_frozen[adapter]
+        raw, table = self._get_raw(adapter)
         patterns = tuple((name, scale.pattern) for name, scale in scales.items())
         spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
         parts: Scales = {name: scale.parts(self.symexplin_beta[adapter]) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
         if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
             raise OffloadedError(self.module_name, f"adapter {adapter!r}")
-        return spec, raw, self.symexplin_beta[adapter], parts, residual
+        return spec, raw, self.symexplin_beta[adapter], parts, residual, table
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.
@@ -245,7 +268,7 @@ class SELLayer(BaseWeightLayer):
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
         if self.base_weight.is_meta:
             raise OffloadedError(self.module_name, "base weight")
-        dtype = torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
+        dtype = self._wide_dtype(adapter)
         return self.get_effective_weight(adapter, dtype) - self.fetch_base_weight().to(dtype)
 
     def get_combined_weight(self, adapters: list[str]) -> Tensor:
@@ -258,6 +281,8 @@ class SELLayer(BaseWeightLayer):
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
 
+        Inside accumulate_gradients it is computed once for all passes of training.
+
         In eval mode without gradients the weight is kept until train(), a load, a merge, a move, or a write to one of
         its tensors. A write into .data goes unseen: call train() and eval() after it.
 
@@ -268,13 +293,26 @@ class SELLayer(BaseWeightLayer):
             The weight in the base layer's layout.
         """
         module: Any = self
-        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        training = module.training or torch.is_grad_enabled()
+        shared = None if torch.compiler.is_compiling() else self.shared_weights
+        if (training and shared is None) or torch.compiler.is_compiling():
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
         for adapter in adapters:
-            frozen = [self.symexplin_raw_frozen[adapter]] if adapter in self.symexplin_raw_frozen else []
-            sources += [self.symexplin_beta[adapter], *frozen, *self._tensors(adapter)]
+            raw, table = self._get_raw(adapter)
+            sources += [raw, *([] if table is None else [table]), self.symexplin_beta[adapter], *self._tensors(adapter)]
+        if training and shared is not None:
+            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
+
+    def _get_wide_weight(self, adapters: list[str]) -> Tensor:
+        """Return what get_combined_weight(adapters) does, for one adapter in float32 or float64."""
+        if len(adapters) > 1:
+            return self.get_combined_weight(adapters)
+        return self.get_effective_weight(adapters[0], self._wide_dtype(adapters[0]))
+
+    def _wide_dtype(self, adapter: str) -> torch.dtype:
+        return torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
 
     def train(self, mode: bool = True) -> Any:
         """Set training or eval mode, and forget kept weights.
@@ -354,12 +392,3 @@ class SELLayer(BaseWeightLayer):
                 child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
         self._apply_aside(fn)
         return nn.Module._apply(module, fn, recurse=False)
-
-
-def _check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
-    """Raise unless the weight's values are, or without conversion will be, in memory as floating-point numbers."""
-    hook = getattr(base_layer, "_hf_hook", None)
-    if getattr(hook, "offload", False) or (convert and weight.is_meta):
-        raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
-    if weight.dtype not in FLOAT_DTYPES:
-        raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from peft_sel.accumulation import share_weights
 from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.checks import (
     check_can_add,
@@ -70,6 +71,29 @@ class SELModel(BaseTuner):
             layer.kept_weights.enabled = evaluation
             layer.kept_weights.clear()
             layer.keeps_weight_for_backward = training
+
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
+        """Share effective weights among the forward passes of one optimizer step, and pull their gradients back once.
+
+        Put it around the micro-batches of a step, and take the step (clip, unscale) after it:
+
+            with model.base_model.accumulate_gradients():
+                for batch in micro_batches:
+                    (model(**batch).loss / len(micro_batches)).backward()
+            optimizer.step()
+
+        The gradients are those of the plain way to rounding; they are summed in float32 (float64 for float64 raw) and
+        appear in .grad when the scope ends. Costs the memory of the effective weights, in the base model's dtype, until
+        then. An exception discards them. Inside torch.compile it changes nothing.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            NestedAccumulationError: If it is entered a second time.
+            ChangedWeightError: If an adapter is written to after a backward pass.
+        """
+        return share_weights(list(self.sel_layers()))
 
     def inject_adapter(
         self,

@@ -55,6 +55,8 @@ def check_dequantizable(name: str, module: nn.Module, base_weight: str = "keep")
 class SELQuantizedLinear(SELLinear):
     """A quantised linear layer: runs quantised while adapters are disabled, dense with an adapter or merged."""
 
+    holds_base_weight = False
+
     def __init__(
         self,
         base_layer: nn.Module,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from peft_sel.accumulation import share_weights
 from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
+from peft_sel.removal import iter_sel_layers
 from peft_sel.structured import StructuredScale
 
 if TYPE_CHECKING:
@@ -136,6 +140,7 @@ class SELTrainerMixin(_TrainerBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._open_step: ExitStack | None = None
         others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, SELCallback)]
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
@@ -175,6 +180,29 @@ class SELTrainerMixin(_TrainerBase):
             return super().create_optimizer(*arguments)
         finally:
             self.optimizer_cls_and_kwargs = given
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run one micro-batch; in one process, those of an optimizer step share weights (accumulate_gradients).
+
+        Args:
+            *args: Trainer's.
+            **kwargs: Trainer's.
+
+        Returns:
+            The loss.
+        """
+        if self.args.gradient_accumulation_steps == 1 or self.accelerator.distributed_type != DistributedType.NO:
+            return super().training_step(*args, **kwargs)
+        step, self._open_step = self._open_step, None
+        if step is None:
+            step = ExitStack()
+            model: Any = self.model
+            step.enter_context(share_weights(list(iter_sel_layers(model))))
+        with step:  # an exception discards what was summed
+            loss: Tensor = super().training_step(*args, **kwargs)
+            if not self.accelerator.sync_gradients:
+                self._open_step = step.pop_all()
+        return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Create Trainer's scheduler and let it follow each group's annealed multiplier.

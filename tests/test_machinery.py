@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
 from peft_sel import SELConfig, SELError, SELLayer
+from peft_sel.kernels import use_backend
 from peft_sel.numerics import SCALE_NAMES
 
 CPU = torch.device("cpu")
@@ -140,6 +141,12 @@ def whole_graph() -> None:
         pytest.skip("transformers' own forward pass breaks the graph")
 
 
+def eager_logits(model: nn.Module) -> Tensor:
+    """The logits by plain torch, which a compiled model is traced from; C++ sums a residual in another order."""
+    with use_backend("reference"):
+        return logits(model)
+
+
 @INSTANTIATED
 @pytest.mark.usefixtures("whole_graph")
 def test_compilation_is_bounded():
@@ -151,7 +158,7 @@ def test_compilation_is_bounded():
             model.set_adapter(adapter)
             for training in (False, True):
                 model.train(training)
-                assert torch.equal(logits(compiled), logits(model))
+                assert torch.equal(logits(compiled), eager_logits(model))
         if step == 0:
             compilations = counter.frame_count
     assert counter.frame_count == compilations <= 4  # one per adapter and mode
@@ -164,11 +171,11 @@ def test_states_are_not_frozen_into_a_compiled_model():
     model, counter = make_two(make_few(), **SMALL), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for step in range(3):
-        assert torch.equal(logits(compiled), logits(model))
+        assert torch.equal(logits(compiled), eager_logits(model))
         with model.disable_adapter():
             assert torch.equal(logits(compiled), logits(make_tiny(**SMALL)))
         model.merge_adapter()
-        assert torch.equal(logits(compiled), logits(model))
+        assert torch.equal(logits(compiled), eager_logits(model))
         model.unmerge_adapter()
         if step == 0:
             compilations = counter.frame_count
@@ -182,7 +189,8 @@ def test_compiled_training_compiles_once_and_has_the_eager_gradients():
     model, counter = make_trained(make_few(), **SMALL), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model.train(), backend=counter, fullgraph=True)
     train_steps(compiled, 4)
-    expected = gradients(model)
+    with use_backend("reference"):
+        expected = gradients(model)
     for name, grad in gradients(compiled).items():
         want = expected[name.removeprefix("_orig_mod.")]
         if any(scale in name for scale in SCALE_NAMES):  # fused sums have another order

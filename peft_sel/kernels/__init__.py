@@ -1,7 +1,7 @@
 """The transform as one differentiable operation that keeps nothing weight-sized but its inputs.
 
-Backends evaluate it, chosen for each call: reference.py (plain torch, block by block), compiled.py (torch.compile), and
-fused.py inside somebody else's torch.compile.
+Backends evaluate it, chosen for each call: native.py (C++, on CPUs), triton_backend.py (on GPUs), compiled.py
+(torch.compile), reference.py (plain torch, block by block), and fused.py inside somebody else's torch.compile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peft_sel.kernels import compiled, fused, reference
-from peft_sel.kernels.formulas import Scales, WeightSpec, broadcast_scales
-from peft_sel.numerics import compute_dtype
+from peft_sel.kernels import compiled, fused, native, reference, triton_backend
+from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales
+from peft_sel.numerics import compute_dtype, look_up
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
 
-BACKENDS = {"reference": reference, "compiled": compiled}
+BACKENDS = {"reference": reference, "native": native, "compiled": compiled, "triton": triton_backend}
 
 Layout = tuple[tuple[str, str], ...]  # names of scale and part, in the order of the parts
 
@@ -33,7 +33,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Evaluate with one backend, whatever would be chosen; for tests and comparisons.
 
     Args:
-        name: "reference" or "compiled".
+        name: "reference", "native", "compiled" or "triton".
     """
     global _forced
     before, _forced = _forced, BACKENDS[name]
@@ -49,6 +49,10 @@ def _select_backend(spec: WeightSpec, raw: Tensor, training: bool) -> Any:
         return fused if spec.can_fuse else reference
     if _forced is not None:
         return _forced
+    if native.can_run(spec, raw):
+        return native
+    if raw.is_cuda and triton_backend.can_run(spec, raw):
+        return triton_backend
     return compiled if compiled.can_run(spec, raw) and (training or compiled.pays_off(raw)) else reference
 
 
@@ -63,7 +67,10 @@ class _Inputs(NamedTuple):
 
 
 def _pack(tensors: Sequence[Any]) -> _Inputs:
-    raw, beta, residual_a, residual_b, *parts = tensors
+    raw, table, beta, residual_a, residual_b, *parts = tensors
+    if table is not None:  # raw is the base weight: hold what is looked up no longer than these inputs
+        with torch.inference_mode(False), torch.no_grad():  # as in _compute
+            raw = look_up(raw, table)
     return _Inputs(raw, beta, residual_a, residual_b, tuple(parts))
 
 
@@ -72,12 +79,10 @@ def _compute(spec: WeightSpec, layout: Layout, inputs: _Inputs, training: bool) 
     raw, beta, a, b, parts = inputs
     # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
     with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-        delta = None
-        if a is not None and b is not None:
-            a, b = a.to(compute_dtype(raw)), b.to(compute_dtype(raw))
-            delta = (b * spec.residual_scaling) @ a  # whole: a product of some rows differs in its last bits
         factors = broadcast_scales(spec, _group(layout, parts))
-        result: Tensor = _select_backend(spec, raw, training).fold(spec, raw, beta, factors, delta)
+        result: Tensor = _select_backend(spec, raw, training).fold(
+            spec, raw, beta, factors, _scale_residual(spec, raw, a, b)
+        )
         return result
 
 
@@ -86,21 +91,30 @@ def _pull_back(
 ) -> tuple[Tensor | None, ...]:
     """Pull dLoss/dw_eff back to the inputs that need it, in their order."""
     raw, beta, a, b, parts = inputs
-    needs_raw, _, needs_a, needs_b, *needs_parts = needed
+    needs_raw, _, _, needs_a, needs_b, *needs_parts = needed
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
     needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
-    a_grad = b_grad = None
     with torch.autocast(raw.device.type, enabled=False):
         backend = _select_backend(spec, raw, True)
-        raw_grad, grads = backend.pull_back(spec, grad, raw, beta, _group(layout, parts), names)
-        if a is not None and b is not None and (needs_a or needs_b):
-            a_grad, b_grad = reference.pull_back_residual(spec, grad, (a, b), compute_dtype(raw))
+        residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
+        raw_grad, grads, residual_grads = backend.pull_back(
+            spec, grad, raw, beta, _group(layout, parts), names, residual
+        )
     part_grads = [
         grads[scale][part].to(tensor.dtype) if needs else None
         for (scale, part), tensor, needs in zip(layout, parts, needs_parts, strict=True)
     ]
-    return _like(raw_grad, raw), None, _like(a_grad, a), _like(b_grad, b), *part_grads
+    a_grad, b_grad = residual_grads or (None, None)
+    b_grad = None if b_grad is None else b_grad * spec.residual_scaling
+    return _like(raw_grad, raw), None, None, _like(a_grad, a), _like(b_grad, b), *part_grads
+
+
+def _scale_residual(spec: WeightSpec, raw: Tensor, a: Tensor | None, b: Tensor | None) -> Residual:
+    """Return A and scaling * B in the dtype of the computation."""
+    if a is None or b is None:
+        return None
+    return a.to(compute_dtype(raw)), b.to(compute_dtype(raw)) * spec.residual_scaling
 
 
 class _Fold(torch.autograd.Function):
@@ -163,7 +177,12 @@ def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
 
 
 def fold(
-    spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None = None
+    spec: WeightSpec,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    residual: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Compute the effective weight of a target weight (Eq. 3-7, plus the residual in weight space).
 
@@ -177,11 +196,13 @@ def fold(
         beta: Curvature, a 0-d tensor.
         scales: Parts of each scale by scale name, as init_parts makes them; every name has a pattern in spec.
         residual: (A, B) of shapes (r, d_in) and (d_out, r), or None.
+        table: Raw weights of the values of a bf16 or fp16 base weight, which raw then is, and which gets no gradient;
+            look_up finds the raw weights for as long as they are needed.
 
     Returns:
         w_eff of raw's shape, in spec.dtype: f(raw) + residual_scaling * B @ A.
     """
-    result: Tensor = _Fold.apply(spec, *_flatten(raw, beta, scales, residual))
+    result: Tensor = _Fold.apply(spec, *_flatten(raw, beta, scales, residual, table))
     return result
 
 
@@ -193,6 +214,7 @@ def linear(
     beta: Tensor,
     scales: Scales,
     residual: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.linear(x, fold(spec, raw, beta, scales, residual), bias), keeping less for backward.
 
@@ -207,6 +229,7 @@ def linear(
         beta: Curvature, 0-d.
         scales: Parts of each scale.
         residual: (A, B) or None.
+        table: Raw weights of the values of a base weight, or None.
 
     Returns:
         (..., d_out), in the dtype that linear gives.
@@ -215,14 +238,17 @@ def linear(
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    layout, *tensors = _flatten(raw, beta, scales, residual)
+    layout, *tensors = _flatten(raw, beta, scales, residual, table)
     with torch.autocast(device, enabled=False):
         result: Tensor = _Linear.apply(spec, layout, dtype, x, bias, *tensors)
     return result
 
 
-def _flatten(raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """Return (layout, raw, beta, A, B, *parts)."""
+def _flatten(
+    raw: Tensor, beta: Tensor, scales: Scales, residual: tuple[Tensor, Tensor] | None, table: Tensor | None
+) -> tuple[Any, ...]:
+    """Return (layout, raw, table, beta, A, B, *parts)."""
     layout = tuple((scale, part) for scale, parts in scales.items() for part in parts)
     a, b = residual if residual is not None else (None, None)
-    return layout, raw, beta, a, b, *(tensor for parts in scales.values() for tensor in parts.values())
+    raw = raw if table is None else raw.detach()
+    return layout, raw, table, beta, a, b, *(tensor for parts in scales.values() for tensor in parts.values())

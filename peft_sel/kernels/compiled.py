@@ -15,7 +15,8 @@ import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor, nn
 
 from peft_sel.kernels import fused
-from peft_sel.kernels.formulas import Factors, Scales, WeightSpec
+from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, fold_block
+from peft_sel.kernels.reference import multiply_residual
 from peft_sel.numerics import compute_dtype
 
 MIN_ELEMENTS = 1 << 16  # below, a call costs more than it saves
@@ -49,18 +50,24 @@ def pays_off(raw: Tensor) -> bool:
     return _weights_folded >= FOLD_AFTER_WEIGHTS
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: Tensor | None) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
     """Do what reference.fold does."""
-    result: Tensor = _call(fused.fold, spec, raw, beta, factors, delta)
+    result: Tensor = _call(fold_block, spec, raw, beta, factors, multiply_residual(residual))
     return result
 
 
 def pull_back(
-    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: tuple[str, ...]
-) -> tuple[Tensor | None, Scales]:
+    spec: WeightSpec,
+    grad: Tensor,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    names: tuple[str, ...],
+    residual: Residual,
+) -> tuple[Tensor | None, Scales, Residual]:
     """Do what reference.pull_back does."""
     grad = grad.contiguous() if raw.is_contiguous() else grad.T.contiguous().T
-    return fused.pull_back(spec, grad, raw, beta, scales, names, call=_call)
+    return fused.pull_back(spec, grad, raw, beta, scales, names, residual, call=_call)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

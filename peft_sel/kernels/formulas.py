@@ -12,6 +12,7 @@ from peft_sel.numerics import broadcast_parts, combine_factors, effective_weight
 
 Scales = dict[str, dict[str, Tensor]]
 Factors = dict[str, tuple[Tensor, ...]]
+Residual = tuple[Tensor, Tensor] | None  # A, (r, d_in), and B, (d_out, r), which has residual_scaling in it
 
 
 class WeightSpec(NamedTuple):

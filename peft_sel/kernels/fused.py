@@ -10,6 +10,7 @@ from torch import Tensor
 
 from peft_sel.kernels.formulas import (
     Factors,
+    Residual,
     Scales,
     WeightSpec,
     broadcast_scales,
@@ -17,13 +18,17 @@ from peft_sel.kernels.formulas import (
     pull_back_block,
     slice_factors,
 )
+from peft_sel.kernels.reference import multiply_residual, pull_back_residual
 from peft_sel.numerics import reduce_gradient, slice_parts
 
 CHUNK_ROWS = 64  # of a float32 sum over rows; sums of those, and sums over columns, are in float64
 
-fold = fold_block
-
 Sums = dict[tuple[str, str], Tensor]  # by names of scale and part
+
+
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+    """Compute the effective weight of raw, (d_out, d_in), in spec.dtype."""
+    return fold_block(spec, raw, beta, factors, multiply_residual(residual))
 
 
 def pull_back(
@@ -33,10 +38,11 @@ def pull_back(
     beta: Tensor,
     scales: Scales,
     names: tuple[str, ...],
+    residual: Residual,
     *,
     call: Callable[..., Any] | None = None,
-) -> tuple[Tensor | None, Scales]:
-    """Pull dLoss/dw_eff back to raw and to the parts of the scales, none of which has the pattern lora.
+) -> tuple[Tensor | None, Scales, Residual]:
+    """Pull dLoss/dw_eff back to raw, the parts of the scales, none of which has the pattern lora, and the residual.
 
     Args:
         spec: The weight's constants.
@@ -45,10 +51,11 @@ def pull_back(
         beta: Curvature, 0-d.
         scales: Parts of each scale.
         names: "raw" or names of scales.
+        residual: A and B, or None if their gradients are not asked for.
         call: Calls sum_gradients, compiled; None for a plain call.
 
     Returns:
-        Gradients of raw (None if not asked for) and of the named scales.
+        Gradients of raw (None if not asked for), of the named scales, and of the residual.
     """
     factors, patterns = broadcast_scales(spec, scales), dict(spec.patterns)
     arguments = (spec, names, grad, raw, beta, factors)
@@ -64,7 +71,7 @@ def pull_back(
         for name in column_names:
             parts = slice_parts(scales[name], start, stop)
             grads[name]["column"] += reduce_gradient(patterns[name], parts, elementwise[name])["column"]
-    return raw_grad, grads
+    return raw_grad, grads, pull_back_residual(grad, residual)
 
 
 def sum_gradients(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from peft_sel.kernels.formulas import (
     Factors,
+    Residual,
     Scales,
     WeightSpec,
     broadcast_scales,
@@ -22,6 +23,7 @@ INLINE_ELEMENTS = 1 << 15
 # An accelerator has no such cache and wants few large operations; the block bounds the temporaries.
 ACCELERATOR_ELEMENTS = 1 << 24
 MATMUL_ELEMENTS = 1 << 20  # few matrix products, which run on all threads, of blocks that fit a cache
+MATMUL_ROWS = 1 << 10  # of a float32 sum
 
 
 def _row_blocks(tensor: Tensor, cpu_elements: int = INLINE_ELEMENTS) -> list[slice]:
@@ -35,8 +37,9 @@ def _row_blocks(tensor: Tensor, cpu_elements: int = INLINE_ELEMENTS) -> list[sli
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: Tensor | None) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
     """Compute the effective weight of raw, (d_out, d_in), in spec.dtype: fold_block of all rows."""
+    delta = multiply_residual(residual)
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     for rows in _row_blocks(raw):
         block_factors = slice_factors(factors, rows.start, rows.stop)
@@ -45,9 +48,15 @@ def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, delta: T
 
 
 def pull_back(
-    spec: WeightSpec, grad: Tensor, raw: Tensor, beta: Tensor, scales: Scales, names: tuple[str, ...]
-) -> tuple[Tensor | None, Scales]:
-    """Pull dLoss/dw_eff back to raw and to the parts of the scales.
+    spec: WeightSpec,
+    grad: Tensor,
+    raw: Tensor,
+    beta: Tensor,
+    scales: Scales,
+    names: tuple[str, ...],
+    residual: Residual,
+) -> tuple[Tensor | None, Scales, Residual]:
+    """Pull dLoss/dw_eff back to raw, the parts of the scales and the residual.
 
     Args:
         spec: The weight's constants.
@@ -56,9 +65,11 @@ def pull_back(
         beta: Curvature, 0-d.
         scales: Parts of each scale.
         names: "raw" or names of scales.
+        residual: A and B, or None if their gradients are not asked for.
 
     Returns:
-        Gradients of raw (None if not asked for) and of the named scales; sums over rows are carried in float64.
+        Gradients of raw (None if not asked for), of the named scales, and of the residual (None likewise); sums over
+        rows are carried in float64.
     """
     dtype = compute_dtype(raw)
     raw_grad = torch.empty(raw.shape, dtype=dtype, device=raw.device) if "raw" in names else None
@@ -80,20 +91,25 @@ def pull_back(
                     part_sums[part][rows] = value
                 else:
                     part_sums[part] += value
-    return raw_grad, sums
+    return raw_grad, sums, pull_back_residual(grad, residual)
 
 
-def pull_back_residual(
-    spec: WeightSpec, grad: Tensor, residual: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Pull dLoss/dw_eff, (d_out, d_in), back to the residual's A and B; computed in dtype."""
-    a, b = (factor.to(dtype) for factor in residual)
+def multiply_residual(residual: Residual) -> Tensor | None:
+    """Return B @ A, whole: a product of some rows differs in its last bits."""
+    return None if residual is None else residual[1] @ residual[0]
+
+
+def pull_back_residual(grad: Tensor, residual: Residual) -> Residual:
+    """Pull dLoss/dw_eff, (d_out, d_in), back to A and B of the residual, in float64 and in their dtype."""
+    if residual is None:
+        return None
+    a, b = residual
     a_grad, b_grad = torch.zeros_like(a, dtype=torch.float64), torch.zeros_like(b)
-    for rows in _row_blocks(grad, MATMUL_ELEMENTS):
-        block = grad[rows].to(dtype)
+    for rows in _row_blocks(grad, min(MATMUL_ELEMENTS, MATMUL_ROWS * grad.shape[1])):
+        block = grad[rows].to(a.dtype)
         a_grad += b[rows].T @ block
         b_grad[rows] = block @ a.T
-    return a_grad * spec.residual_scaling, b_grad * spec.residual_scaling
+    return a_grad, b_grad
 
 
 def _is_row_part(part: str) -> bool:

@@ -2,6 +2,7 @@
 
 from peft_sel.numerics.curvature import auto_beta, width_beta
 from peft_sel.numerics.inversion import INITS, InversionReport, invert_weight
+from peft_sel.numerics.lookup import INFINITIES, find_magnitudes, look_up, make_table, stack_tables
 from peft_sel.numerics.scales import (
     MIN_LINEAR_BETA,
     PATTERNS,
@@ -30,6 +31,7 @@ from peft_sel.numerics.transform import (
 __all__ = [
     "FAMILIES",
     "FAMILY_SCALES",
+    "INFINITIES",
     "INITS",
     "MIN_LINEAR_BETA",
     "MODES",
@@ -46,11 +48,15 @@ __all__ = [
     "effective_weight",
     "effective_weight_gradients",
     "expand_parts",
+    "find_magnitudes",
     "init_parts",
     "invert_weight",
+    "look_up",
+    "make_table",
     "reduce_gradient",
     "slice_parts",
     "smallest_value",
+    "stack_tables",
     "start_value",
     "width_beta",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from peft_sel.errors import ConfigError, ConvergenceError, NonFiniteWeightError, ShiftStartError, SlopeError
 from peft_sel.numerics.damped import solve_damped
+from peft_sel.numerics.lookup import INFINITIES, find_magnitudes, look_up, make_table
 from peft_sel.numerics.transform import check_beta, check_choice, check_family
 
 INITS = ("exact", "congruent")
@@ -147,7 +148,9 @@ def invert_weight(
     """Find the raw weight that maps to a given weight (9.0.0.2): the right inverse of effective_weight.
 
     The solve runs in float64 on the float32 values of beta and the scales that the forward pass uses, so a bf16 or fp16
-    weight comes back bit for bit when the effective weight is cast to its dtype. Works block by block of rows.
+    weight comes back bit for bit when the effective weight is cast to its dtype. Works block by block of rows. A bf16
+    or fp16 weight whose scales are single numbers is looked up in a table of all values between its smallest and its
+    largest, unless it has fewer elements than that; the report is then that of the table.
 
     Args:
         weight: W, any shape, any float dtype, finite.
@@ -186,7 +189,9 @@ def invert_weight(
     check_family(family, mode, [scale for scale, value in given.items() if value is not None])
     check_choice("init", init, INITS)
     check_beta(float(beta))
-    if not bool(torch.isfinite(weight).all()):
+    magnitudes = find_magnitudes(weight) if weight.dtype in INFINITIES else None
+    largest_bits = None if magnitudes is None else magnitudes.stop - 1
+    if not (torch.isfinite(weight).all() if largest_bits is None else largest_bits < INFINITIES[weight.dtype]):
         raise NonFiniteWeightError(name, int((~torch.isfinite(weight)).sum()))
     if shift is not None and bool((shift != 0).any()):
         raise ShiftStartError(name)
@@ -204,8 +209,17 @@ def invert_weight(
         _check_damped(name, rule, coefficients)
     if rule in ("mismatch", "oppose"):
         _check_slope(name, mode, coefficients)
-    raw = torch.empty_like(weight, dtype=out_dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    report = _invert_blocks(weight.detach(), raw, coefficients, rule, family)
+
+    def solve(values: Tensor) -> tuple[Tensor, InversionReport]:
+        raw = torch.empty_like(values, dtype=out_dtype, memory_format=torch.contiguous_format, requires_grad=False)
+        return raw, _invert_blocks(values, raw, coefficients, rule, family)
+
+    is_uniform = all(tensor.numel() == 1 for tensor in coefficients)
+    if magnitudes is not None and is_uniform and weight.numel() > 2 * len(magnitudes):
+        table, report = make_table(magnitudes, weight.dtype, weight.device, solve)
+        if report.converged:  # else it may be at a value that the weight lacks
+            return look_up(weight.detach().contiguous(), table), report
+    raw, report = solve(weight.detach())
     if not report.converged:
         raise ConvergenceError(name, report.num_steps, report.max_relative_residual)
     return raw, report
