@@ -184,13 +184,12 @@ def measure(make: Callable[[nn.Module], Made], model: nn.Module, batch: Tensor) 
     return {name: count / num_weights for name, count in counts.items()}
 
 
-def print_table(rows: dict[str, dict[str, float]]) -> None:
-    """Print the figures as a Markdown table."""
+def make_table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the figures as a Markdown table."""
     columns = list(next(iter(rows.values())))
-    print("| bytes per weight |", " | ".join(columns), "|")
-    print("| --- |", " | ".join("---" for _ in columns), "|")
-    for method, row in rows.items():
-        print(f"| {method} |", " | ".join(f"{row[name]:.2f}" for name in columns), "|")
+    lines = [f"| bytes per weight | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    lines += [f"| {method} | {' | '.join(f'{row[name]:.2f}' for name in columns)} |" for method, row in rows.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -201,7 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     batch = torch.randint(0, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
     rows = {method: measure(make, load_model(args.model), batch) for method, make in METHODS.items()}
-    print_table(rows)
+    print(make_table(rows))
     packages = ("torch", "transformers", "peft", "peft-sel")
     versions = {name: importlib.metadata.version(name) for name in packages}
     args.out.write_text(

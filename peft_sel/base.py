@@ -22,6 +22,7 @@ class BaseWeightLayer(BaseTunerLayer):
 
     parameter_name = "weight"  # of the base layer
     on_cpu = False  # whether the base weight stays in CPU memory wherever the layer runs
+    drop_pending = False  # whether the base weight is to be dropped as soon as it is certain that the adapter loads
     sel_config: dict[str, SELConfig]
     in_features: int | None
     out_features: int | None
@@ -57,6 +58,12 @@ class BaseWeightLayer(BaseTunerLayer):
     def drop_base_weight(self) -> None:
         """Free the base weight: a 0-element buffer that remembers dtype and device, and is not saved, replaces it."""
         self._put_placeholder()
+
+    def drop_if_pending(self) -> None:
+        """Free a base weight that was left for a load that might fail."""
+        if self.drop_pending:
+            self.drop_pending = False
+            self.drop_base_weight()
 
     def set_base_aside(self) -> None:
         """Take the base weight out of the base layer for as long as it stays on the CPU."""
@@ -125,7 +132,7 @@ def pin(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
-def place_base_weights(model: nn.Module, layers: list[BaseWeightLayer]) -> None:
+def place_base_weights(model: nn.Module, layers: list[BaseWeightLayer], awaits_load: bool) -> None:
     """Free base weights, or move them to CPU memory, as the configurations of each layer ask for.
 
     They move in place: whatever holds such a parameter gives its device memory free. A weight that another module
@@ -135,10 +142,13 @@ def place_base_weights(model: nn.Module, layers: list[BaseWeightLayer]) -> None:
     Args:
         model: The model, in which other modules may hold the same parameters.
         layers: Its layers.
+        awaits_load: Whether to leave what is to be freed until drop_if_pending.
     """
     places = [{config.base_weight for config in layer.sel_config.values()} for layer in layers]
     for layer in (layer for layer, place in zip(layers, places, strict=True) if "drop" in place):
-        layer.drop_base_weight()
+        layer.drop_pending = True
+        if not awaits_load:
+            layer.drop_if_pending()
     moving = [layer for layer, place in zip(layers, places, strict=True) if "cpu" in place and not layer.on_cpu]
     own = {(id(layer.get_base_layer()), layer.parameter_name) for layer in moving}
     shared = {

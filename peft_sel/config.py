@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -146,6 +146,7 @@ class SELConfig(PeftConfig):
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
     peft_sel_version: str | None = None
+    awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -321,7 +322,9 @@ class SELConfig(PeftConfig):
                     pass
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
-        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config.awaits_load = True
+        return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.

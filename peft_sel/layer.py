@@ -135,6 +135,7 @@ class SELLayer(BaseWeightLayer):
             UnsupportedModuleError: If the base weight cannot be read.
             SELError: If the weight cannot be inverted.
         """
+        self.drop_if_pending()
         weight = self.fetch_base_weight().detach()
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
@@ -219,6 +220,8 @@ class SELLayer(BaseWeightLayer):
 
     def _get_raw(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         """Return raw and None, or the base weight and the table that leads from it to raw."""
+        if not torch.compiler.is_compiling():
+            self.drop_if_pending()
         if self.sel_config[adapter].train_raw:
             return self.symexplin_raw[adapter], None
         if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_weight.dtype:
@@ -324,6 +327,7 @@ class SELLayer(BaseWeightLayer):
             The layer.
         """
         self.kept_weights.clear()
+        self.drop_if_pending()
         module: Any = self
         return nn.Module.train(module, mode)
 

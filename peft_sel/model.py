@@ -143,7 +143,7 @@ class SELModel(BaseTuner):
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
-        place_base_weights(model, list(iter_sel_layers(model)))
+        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load)
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
             warnings.warn(
@@ -413,6 +413,8 @@ class SELModel(BaseTuner):
                 else:
                     remove_adapter(model, adapter_name)
             raise
+        for layer in iter_sel_layers(model):
+            layer.drop_if_pending()
         return mapped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ def test_counts_are_the_arithmetic(script):
     row = script.measure(script.METHODS[method], script.load_model("tiny"), batch)
     assert row["trained"] == pytest.approx(4 * (1 + scales))
     assert 4 * biggest <= row["gradients"] < 4 * biggest * (1 + scales)  # those of one layer at a time
+
+
+def test_the_table_of_the_readme_is_the_measured_one(script):
+    measured = json.loads((FILE.parent / "memory.json").read_text())["bytes_per_weight"]
+    assert script.make_table(measured) in (FILE.parent.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_storages_count_once(script):
