@@ -296,7 +296,7 @@ def test_conversion_moves_each_weight_from_the_device_once(monkeypatch):
         assert {weight.device.type for weight in weights} == {DEVICE}
         for layer in sel_layers(model):
             layer.sel_config["default"] = dataclasses.replace(layer.sel_config["default"], base_weight="cpu")
-        base.place_base_weights(model, sel_layers(model))
+        base.place_base_weights(model, sel_layers(model), awaits_load=False)
         assert moved == [(id(weight), "cpu") for weight in weights]
         assert all(
             layer.get_base_layer()._buffers[layer.parameter_name].device.type == DEVICE for layer in sel_layers(model)
