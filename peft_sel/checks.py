@@ -111,6 +111,18 @@ def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> Non
             f"would free the base weights, which {list_names(sorted(others))} may need",
             "use base_weight='keep', or delete the other adapters first",
         )
+    configs = {adapter_name: config}
+    for layer in iter_sel_layers(model):
+        configs |= layer.sel_config
+    moving = [name for name, other in configs.items() if other.base_weight == "cpu"]
+    frozen = [name for name, other in configs.items() if not other.train_raw]
+    if moving and frozen:
+        raise AdapterStateError(
+            frozen[0],
+            "has train_raw=False and computes from the base weights in every step, and "
+            f"{moving[0]!r} moves them to the CPU",
+            "use base_weight='keep' for all adapters of this model",
+        )
 
 
 def check_found(target: str, found: list[str], is_target: Callable[[str], Any]) -> None:

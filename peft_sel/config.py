@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -29,7 +29,7 @@ from peft_sel.scale_config import (
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "sel_only", "all")
-BASE_WEIGHTS = ("keep", "drop")
+BASE_WEIGHTS = ("keep", "cpu", "drop")
 INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
 DEFAULT = "default"  # of a scale that some families lack
 CARD_HEADING = "## How to load this adapter"
@@ -91,7 +91,11 @@ class SELConfig(PeftConfig):
             model plainly. A converted bias has a curvature of its own (named like "q_proj.bias" in beta_pattern), no
             residual, and scales that are global or one number per element: row_col_mult and column become global,
             row_col_add and lora row. Its base is frozen, and kept by base_weight="drop".
-        base_weight: "keep", or "drop" to free the base weights: disable_adapter, unmerge and unload then raise.
+        base_weight: "keep"; "cpu" to move the base weights to CPU memory, from where they are copied to the device of
+            the model whenever something needs one (disable_adapter, rows for "__base__", several adapters, unload); or
+            "drop" to free them: disable_adapter, unmerge and unload then raise. With "cpu" a weight that a module
+            outside shares stays where it is, the others are in no state_dict, and of several adapters one that asks
+            for it decides. Both need train_raw=True.
         raw_dtype: "float32" or "float64", whatever PEFT's autocast_adapter_dtype says; or, at a loss, "bfloat16" or
             "float16". Measured on heavy-tailed weights with nothing trained: bfloat16 raw changes 12-14 % of a bf16
             checkpoint's weights, by up to 1.7 % each and 0.27 % of the norm, and steps below 0.2 % of a raw weight
@@ -142,6 +146,7 @@ class SELConfig(PeftConfig):
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
     peft_sel_version: str | None = None
+    awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,8 +227,9 @@ class SELConfig(PeftConfig):
             raise ConfigError(
                 "layers_pattern", self.layers_pattern, "has no effect without layers_to_transform; set that, too"
             )
-        if self.base_weight == "drop" and not self.train_raw:
-            raise ConfigError("base_weight", "drop", "train_raw=False rebuilds raw from the base weights; keep them")
+        if self.base_weight != "keep" and not self.train_raw:
+            reason = "train_raw=False rebuilds raw from the base weights; keep them"
+            raise ConfigError("base_weight", self.base_weight, reason)
         if self.draws_targets and not self.train_raw:
             reason = "train_raw=False rebuilds raw from the base weights, and a draw is in no file; use train_raw=True"
             raise ConfigError("init_target", self.init_target, reason)
@@ -316,7 +322,9 @@ class SELConfig(PeftConfig):
                     pass
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
-        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config.awaits_load = True
+        return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.

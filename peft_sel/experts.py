@@ -79,7 +79,9 @@ class SELParameter(SELLayer, nn.Module):
             if self.merged:
                 self.unmerge()
         extra = [] if self.disable_adapters else self._active_unmerged()
-        return self.get_running_weight([*self.merged_adapters, *extra]) if extra else None
+        if extra:
+            return self.get_running_weight([*self.merged_adapters, *extra])
+        return self.fetch_base_weight() if self.base_is_away else None
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Say no: LoRA's own layers hold one matrix, and no bias.
@@ -153,10 +155,12 @@ class SELHolder(nn.Module):
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
         """Return the base layer, with the adapters merged into its parameters if asked to: PEFT calls this."""
-        if merge:
-            layers: Any = self.sel_parameters
-            for layer in layers.values():
+        layers: Any = self.sel_parameters
+        for layer in layers.values():
+            if merge:
                 layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            if layer.base_is_away:
+                layer.put_base_back()
         return self.base_layer
 
     def __repr__(self) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
+from peft.tuners.tuners_utils import _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.accumulation import SharedWeights
+from peft_sel.base import BaseWeightLayer
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     HOLDER_NAME,
@@ -50,10 +51,9 @@ def _refresh_after_load(layer: SELLayer, _: Any) -> None:
             layer.refresh_frozen_raw(adapter)
 
 
-class SELLayer(BaseTunerLayer):
+class SELLayer(BaseWeightLayer):
     """Adapter state and merge logic of one target weight; mixed into an nn.Module."""
 
-    parameter_name = "weight"  # of the base layer
     stack: tuple[int, ...] = ()  # (num_experts,) where the weight is a stack of matrices
     holds_base_weight = True  # and does not compute it anew at each access
 
@@ -84,7 +84,7 @@ class SELLayer(BaseTunerLayer):
             setattr(self, PREFIX + scale, nn.ModuleDict())
         self.symexplin_residual_a = nn.ParameterDict()
         self.symexplin_residual_b = nn.ParameterDict()
-        self.sel_config: dict[str, SELConfig] = {}
+        self.sel_config = {}
         self.inversion_report: dict[str, InversionReport] = {}
         self._fresh_versions: dict[str, list[tuple[int, int]]] = {}
         self.frozen_peft_weight_names = {}
@@ -93,10 +93,8 @@ class SELLayer(BaseTunerLayer):
         self.kept_weights = KeptWeights()
         self.keeps_weight_for_backward = False
         self.shared_weights: SharedWeights | None = None  # inside accumulate_gradients
-        self._unmerged: dict[str, Tensor] = {}  # the base weight while merged; a dict, so not registered
+        self._unmerged = {}
         self._parameter_order = tuple(base_layer._parameters)
-        self.in_features: int | None
-        self.out_features: int | None
         self._adopt(base_layer)
         module: Any = self
         module.register_load_state_dict_post_hook(_refresh_after_load)
@@ -113,13 +111,6 @@ class SELLayer(BaseTunerLayer):
         return {name: scales[adapter] for name, scales in containers.items() if adapter in scales}
 
     @property
-    def base_weight(self) -> Tensor:
-        """The base layer's own weight, also while an adapter is merged into the layer."""
-        base: Any = self.get_base_layer()
-        weight: Tensor = self._unmerged.get("weight", getattr(base, self.parameter_name))
-        return weight
-
-    @property
     def weight_name(self) -> str:
         """How errors call the base weight."""
         return f"{self.module_name}.weight"
@@ -127,13 +118,6 @@ class SELLayer(BaseTunerLayer):
     def _choose_beta(self, config: SELConfig, weight: Tensor, hidden_size: int | None) -> Tensor:
         """Return the curvature of a weight, 0-d."""
         return torch.tensor(resolve_beta(config, self.module_name, weight, hidden_size), dtype=torch.float32)
-
-    @property
-    def base_dropped(self) -> str | None:
-        """Name of the adapter that freed the base weight, or None."""
-        if self.base_weight.numel() == 0 and self.in_features and self.out_features:
-            return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
-        return None
 
     def update_layer(
         self, adapter: str, config: SELConfig, *, hidden_size: int | None = None, convert: bool = True
@@ -151,7 +135,8 @@ class SELLayer(BaseTunerLayer):
             UnsupportedModuleError: If the base weight cannot be read.
             SELError: If the weight cannot be inverted.
         """
-        weight = self.base_weight.detach()
+        self.drop_if_pending()
+        weight = self.fetch_base_weight().detach()
         if self.base_dropped is not None:
             raise DroppedBaseError(f"adding adapter {adapter!r} to {self.module_name}", self.base_dropped)
         check_readable(self.module_name, self.get_base_layer(), weight, convert)
@@ -198,13 +183,6 @@ class SELLayer(BaseTunerLayer):
         self._table_dtypes = dtypes if found is None else {**dtypes, adapter: weight.dtype}
         return result
 
-    def drop_base_weight(self) -> None:
-        """Free the base weight: a 0-element buffer that remembers dtype and device, and is not saved, replaces it."""
-        base: Any = self.get_base_layer()
-        placeholder = getattr(base, self.parameter_name).detach().new_empty(0)
-        delattr(base, self.parameter_name)
-        base.register_buffer(self.parameter_name, placeholder, persistent=False)
-
     def discard_adapter(self, adapter: str) -> None:
         """Forget an adapter without choosing a new active one."""
         self.kept_weights.clear()
@@ -213,6 +191,8 @@ class SELLayer(BaseTunerLayer):
             if adapter in container:
                 del container[adapter]
         self.frozen_peft_weight_names.pop(adapter, None)
+        if not self.sel_config:
+            self.put_base_back()
 
     def is_untouched(self, adapter: str) -> bool:
         """Whether no parameter of the adapter was written to since its conversion."""
@@ -240,6 +220,8 @@ class SELLayer(BaseTunerLayer):
 
     def _get_raw(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         """Return raw and None, or the base weight and the table that leads from it to raw."""
+        if not torch.compiler.is_compiling():
+            self.drop_if_pending()
         if self.sel_config[adapter].train_raw:
             return self.symexplin_raw[adapter], None
         if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_weight.dtype:
@@ -290,14 +272,14 @@ class SELLayer(BaseTunerLayer):
         if self.base_weight.is_meta:
             raise OffloadedError(self.module_name, "base weight")
         dtype = self._wide_dtype(adapter)
-        return self.get_effective_weight(adapter, dtype) - self.base_weight.to(dtype)
+        return self.get_effective_weight(adapter, dtype) - self.fetch_base_weight().to(dtype)
 
     def get_combined_weight(self, adapters: list[str]) -> Tensor:
         """Return the weight with adapters applied: w_eff itself for one, w_base + sum(w_eff_i - w_base) for several."""
         if len(adapters) == 1:
             return self.get_effective_weight(adapters[0])
         deltas = torch.stack([self.get_delta_weight(adapter) for adapter in adapters])
-        return (self.base_weight + deltas.sum(0)).to(self.base_weight.dtype)
+        return (self.fetch_base_weight() + deltas.sum(0)).to(self.base_weight.dtype)
 
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
@@ -345,6 +327,7 @@ class SELLayer(BaseTunerLayer):
             The layer.
         """
         self.kept_weights.clear()
+        self.drop_if_pending()
         module: Any = self
         return nn.Module.train(module, mode)
 
@@ -372,9 +355,7 @@ class SELLayer(BaseTunerLayer):
         self.kept_weights.clear()
         self._unmerged.setdefault("weight", getattr(base, self.parameter_name))
         # A new Parameter, never .data: a tied embedding keeps its own weight.
-        setattr(base, self.parameter_name, nn.Parameter(merged, requires_grad=False))
-        for other in [other for other in self._parameter_order if other in base._parameters]:  # a dropped one came last
-            base._parameters[other] = base._parameters.pop(other)
+        self._put_in_place(nn.Parameter(merged, requires_grad=False))
         self.merged_adapters.extend(new)
 
     def unmerge(self) -> None:
@@ -387,6 +368,8 @@ class SELLayer(BaseTunerLayer):
         if self.base_dropped is not None:
             self.drop_base_weight()
             self._unmerged.clear()
+        elif self.on_cpu:
+            self._put_placeholder()
         else:
             setattr(base, self.parameter_name, self._unmerged.pop("weight"))
         self.merged_adapters.clear()
@@ -411,6 +394,5 @@ class SELLayer(BaseTunerLayer):
         if recurse:
             for name, child in module.named_children():
                 child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
-        for weight in self._unmerged.values():
-            weight.data = fn(weight.data)
+        self._apply_aside(fn)
         return nn.Module._apply(module, fn, recurse=False)

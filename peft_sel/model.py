@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from peft_sel.accumulation import share_weights
+from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.checks import (
     check_can_add,
     check_found,
@@ -123,14 +124,17 @@ class SELModel(BaseTuner):
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
         self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
         if not any(iter_sel_layers(model)):
-            self._flags_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+            # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
+            self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         disabled = any(layer.disable_adapters for layer in iter_sel_layers(model))
-        num_targets = None if state_dict is not None else len(self._find_targets(model, config))
+        with show_placeholders(iter_sel_layers(model)):
+            num_targets = None if state_dict is not None else len(self._find_targets(model, config))
         self._progress = tqdm(
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
         )
         try:
-            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            with show_placeholders(iter_sel_layers(model)):
+                super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         except BaseException:
             self._roll_back(model, adapter_name)
             raise
@@ -139,10 +143,7 @@ class SELModel(BaseTuner):
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
-        if config.base_weight == "drop":
-            for layer in iter_sel_layers(model):
-                if adapter_name in layer.sel_config and layer.sel_config[adapter_name].base_weight == "drop":
-                    layer.drop_base_weight()
+        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load)
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
             warnings.warn(
@@ -189,8 +190,8 @@ class SELModel(BaseTuner):
         """Take an adapter out again; with the last one, leave the model as it was before conversion."""
         remove_adapter(model, adapter_name)
         if not any(iter_sel_layers(model)):
-            for parameter, flag in self._flags_before:
-                parameter.requires_grad_(flag)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(self._flags_before[name])
             model.__dict__.pop("peft_config", None)
 
     def _create_and_replace(
@@ -214,7 +215,7 @@ class SELModel(BaseTuner):
             if reads_weight_itself(owner, target_name):
                 reason = f"{owner.__name__} reads its weight without calling the module"
                 raise UnsupportedModuleError(current_key, type(target).__name__, reason)
-            if check_dequantizable(current_key, target):
+            if check_dequantizable(current_key, target, peft_config.base_weight):
                 options["dtype"] = getattr(self.model, "dtype", None)
                 layer_class: type[SELModule] = SELQuantizedLinear
             else:
@@ -353,8 +354,11 @@ class SELModel(BaseTuner):
         adapter_names: list[str] | None = None,
     ) -> Any:
         self._check_known(adapter_names)
+        names = self.active_adapters if adapter_names is None else adapter_names
+        if not merge or not any(layer.merged or {*names} & {*layer.sel_config} for layer in self.sel_layers()):
+            self._require_base("unloading without a merged adapter")
         if merge and safe_merge:
-            check_merged_is_finite(self.sel_layers(), self.active_adapters if adapter_names is None else adapter_names)
+            check_merged_is_finite(self.sel_layers(), names)
         while True:  # what lies inside a holder comes to light when the holder is gone
             super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
             if not any(self.sel_layers()):
@@ -409,6 +413,8 @@ class SELModel(BaseTuner):
                 else:
                     remove_adapter(model, adapter_name)
             raise
+        for layer in iter_sel_layers(model):
+            layer.drop_if_pending()
         return mapped
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel.config import SELConfig
@@ -98,11 +99,18 @@ class SELModule(SELLayer, nn.Module):
         extra = [] if self.disable_adapters else self._active_unmerged()
         bias = self._get_active_bias()
         if not extra and bias is None:
-            return self.base_layer(x, *args, **kwargs)
+            return self._run_base(x, *args, **kwargs)
         bias = self._own_bias() if bias is None else bias
-        return (
-            self._run_adapters([*self.merged_adapters, *extra], bias, x) if extra else self._run(self.weight, bias, x)
-        )
+        if extra:
+            return self._run_adapters([*self.merged_adapters, *extra], bias, x)
+        return self._run(self.fetch_base_weight() if self.base_is_away else self.weight, bias, x)
+
+    def _run_base(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the base layer, with a copy of its weight for this pass if that is in CPU memory."""
+        if not self.base_is_away:
+            result: Tensor = self.base_layer(x, *args, **kwargs)
+            return result
+        return functional_call(self.base_layer, {"weight": self.fetch_base_weight()}, (x, *args), kwargs)
 
     def _get_active_bias(self) -> Tensor | None:
         """Return the effective bias of the active adapters; None for the bias that the base layer holds."""
@@ -131,7 +139,7 @@ class SELModule(SELLayer, nn.Module):
         if BASE_ROWS in rows and self.base_dropped is not None:
             raise DroppedBaseError(f"running rows of {self.module_name} without its adapter", self.base_dropped)
         results = [
-            self.base_layer(x[group]) if name == BASE_ROWS else self._run_adapter(name, x[group])
+            self._run_base(x[group]) if name == BASE_ROWS else self._run_adapter(name, x[group])
             for name, group in rows.items()
         ]
         order = torch.tensor([index for group in rows.values() for index in group], device=x.device)
@@ -169,6 +177,8 @@ class SELModule(SELLayer, nn.Module):
         for layer in (self, self.bias_layer) if merge else ():
             if layer is not None:
                 layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        if self.base_is_away:
+            self.put_base_back()
         return self.get_base_layer()
 
     def __repr__(self) -> str:

@@ -22,23 +22,27 @@ def find_quantization(module: nn.Module) -> QuantizationBackend | None:
     return resolve_quantization_backend(module, get_apply_tensor_subclass=NotImplemented)
 
 
-def check_dequantizable(name: str, module: nn.Module) -> bool:
+def check_dequantizable(name: str, module: nn.Module, base_weight: str = "keep") -> bool:
     """Return whether a module has a quantised weight.
 
     Args:
         name: Module name.
         module: A target module.
+        base_weight: Where the configuration wants the weight.
 
     Returns:
         True for a linear layer that SELQuantizedLinear can run, False for an ordinary module.
 
     Raises:
-        UnsupportedModuleError: If the weight is quantised and cannot be read, or the module is no linear layer.
+        UnsupportedModuleError: If the weight is quantised and cannot be read or moved, or the module is no linear
+            layer.
     """
     backend = find_quantization(module)
     if backend is None:
         return False
     kind, quantizer = type(module).__name__, backend.backend_name
+    if base_weight == "cpu":
+        raise UnsupportedModuleError(name, kind, "a quantised weight stays where it is: base_weight='keep' or 'drop'")
     if not (isinstance(module, nn.Linear) or quantizer == "hqq"):
         raise UnsupportedModuleError(name, kind, f"quantised by {quantizer}, which is supported for linear layers only")
     try:

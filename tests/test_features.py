@@ -199,6 +199,15 @@ def freeze_raw(case: Case, folder: Path) -> None:
     assert torch.equal(case.run(model.merge_and_unload()), expected)
 
 
+def move_base(case: Case, _: Path) -> None:
+    model = case.adapted(base_weight="cpu")
+    assert all(layer.on_cpu for layer in model.base_model.sel_layers())
+    expected = case.run(case.base())
+    with model.disable_adapter():
+        assert torch.equal(bits(case.run(model)), bits(expected))
+    assert torch.equal(bits(case.run(model.unload())), bits(expected))
+
+
 def drop_base(case: Case, _: Path) -> None:
     model = case.adapted(base_weight="drop")
     assert all(layer.base_weight.numel() == 0 for layer in model.base_model.sel_layers())
@@ -217,6 +226,7 @@ FEATURES = {
     "save and load": save,
     "gradient checkpointing": checkpoint_gradients,
     "`train_raw=False`": freeze_raw,
+    '`base_weight="cpu"`': move_base,
     '`base_weight="drop"`': drop_base,
 }
 ROWS = table("What works")

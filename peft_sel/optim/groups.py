@@ -135,9 +135,23 @@ def create_sel_optimizer(
 
     With a stock scheduler the multipliers stay as they start; create_sel_scheduler anneals them.
 
+    To free each gradient as soon as it is used, make one optimizer per parameter and let torch call it in the backward
+    pass. It gives the bits of the plain loop, without gradient clipping, accumulation or a GradScaler:
+
+        def update(parameter, optimizer):
+            optimizer.step()
+            parameter.grad = None
+
+        for group in sel_param_groups(model, lr):
+            for parameter in group["params"]:
+                optimizer = torch.optim.AdamW([{**group, "params": [parameter]}])
+                parameter.register_post_accumulate_grad_hook(functools.partial(update, optimizer=optimizer))
+
+    Each takes a create_sel_scheduler of its own.
+
     Args:
         model: A model with at least one trainable SEL parameter.
-        optimizer_cls: An optimizer class that takes parameter groups.
+        optimizer_cls: An optimizer class that takes parameter groups, also one of few bits of bitsandbytes or torchao.
         lr: Base learning rate, positive.
         weight_decay: For the groups that decay, not negative.
         lr_scale: A further factor on each parameter's rate, see sel_param_groups.

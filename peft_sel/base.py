@@ -1,0 +1,164 @@
+"""Where the base weight of a converted module is: in its place, set aside, in CPU memory, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from peft_sel.config import SELConfig
+
+
+class BaseWeightLayer(BaseTunerLayer):
+    """Gives the base weight of one target, wherever it is.
+
+    A weight set aside (base_weight="cpu", or while an adapter is merged) is no parameter of any module meanwhile, so
+    that .to(device) need not move it and DDP, which wants all parameters on one device, does not see it.
+    """
+
+    parameter_name = "weight"  # of the base layer
+    on_cpu = False  # whether the base weight stays in CPU memory wherever the layer runs
+    drop_pending = False  # whether the base weight is to be dropped as soon as it is certain that the adapter loads
+    sel_config: dict[str, SELConfig]
+    in_features: int | None
+    out_features: int | None
+    _unmerged: dict[str, Tensor]  # the base weight set aside; a dict, so not registered
+    _parameter_order: tuple[str, ...]  # of the base layer
+
+    @property
+    def base_weight(self) -> Tensor:
+        """The base layer's own weight, also while an adapter is merged into the layer or it is in CPU memory."""
+        base: Any = self.get_base_layer()
+        weight: Tensor = self._unmerged.get("weight", getattr(base, self.parameter_name))
+        return weight
+
+    @property
+    def base_dropped(self) -> str | None:
+        """Name of the adapter that freed the base weight, or None."""
+        if self.base_weight.numel() == 0 and self.in_features and self.out_features:
+            return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
+        return None
+
+    @property
+    def base_is_away(self) -> bool:
+        """Whether the base layer cannot run by itself: its weight is in CPU memory, and no other in its place."""
+        return self.on_cpu and not self.merged
+
+    def fetch_base_weight(self) -> Tensor:
+        """Return the base weight on the device that the layer runs on: a copy there, if the weight stays on the CPU."""
+        weight = self.base_weight
+        if not self.on_cpu:
+            return weight
+        return weight.to(getattr(self.get_base_layer(), self.parameter_name).device, non_blocking=True)
+
+    def drop_base_weight(self) -> None:
+        """Free the base weight: a 0-element buffer that remembers dtype and device, and is not saved, replaces it."""
+        self._put_placeholder()
+
+    def drop_if_pending(self) -> None:
+        """Free a base weight that was left for a load that might fail."""
+        if self.drop_pending:
+            self.drop_pending = False
+            self.drop_base_weight()
+
+    def set_base_aside(self) -> None:
+        """Take the base weight out of the base layer for as long as it stays on the CPU."""
+        if not self.merged:
+            base: Any = self.get_base_layer()
+            self._unmerged["weight"] = getattr(base, self.parameter_name)
+            self._put_placeholder()
+        self.on_cpu = True
+
+    def put_base_back(self) -> None:
+        """Put a base weight from CPU memory back into the base layer, on the layer's device."""
+        if self.on_cpu:
+            base: Any = self.get_base_layer()
+            weight = self._unmerged.pop("weight")
+            _replace_values(weight, weight.data.to(getattr(base, self.parameter_name).device))
+            self._put_in_place(weight)
+            self.on_cpu = False
+
+    def _put_placeholder(self) -> None:
+        base: Any = self.get_base_layer()
+        placeholder = getattr(base, self.parameter_name).detach().new_empty(0)
+        delattr(base, self.parameter_name)
+        base.register_buffer(self.parameter_name, placeholder, persistent=False)
+
+    def _put_in_place(self, weight: Tensor) -> None:
+        """Make a parameter the base layer's weight, at its own place among the others."""
+        base: Any = self.get_base_layer()
+        setattr(base, self.parameter_name, weight)
+        for name in [name for name in self._parameter_order if name in base._parameters]:
+            base._parameters[name] = base._parameters.pop(name)
+
+    def _apply_aside(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a move or cast to the weight that is set aside; one that stays on the CPU is cast only."""
+        for weight in self._unmerged.values():
+            result = fn(weight.data.new_empty(0)) if self.on_cpu else weight
+            away = result.device != weight.device
+            _replace_values(weight, pin(weight.data.to(result.dtype)) if away else fn(weight.data))
+
+
+@contextmanager
+def show_placeholders(layers: Iterable[BaseWeightLayer]) -> Iterator[None]:
+    """Let placeholders be parameters meanwhile: PEFT looks for what target_parameters names among these only.
+
+    Args:
+        layers: Layers, of which some may have their base weight in CPU memory.
+    """
+    away: list[tuple[Any, str]] = [
+        (layer.get_base_layer(), layer.parameter_name) for layer in layers if layer.base_is_away
+    ]
+    for module, name in away:
+        module._parameters[name] = nn.Parameter(module._buffers.pop(name), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name in away:
+            module._buffers[name] = module._parameters.pop(name).detach()
+
+
+def _replace_values(weight: Tensor, values: Tensor) -> None:
+    """Give a parameter other values, in memory of their own, for all who hold it; the old memory is freed."""
+    weight.data = values
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor in page-locked memory, from which a GPU copies faster; as it is where there is no CUDA."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def place_base_weights(model: nn.Module, layers: list[BaseWeightLayer], awaits_load: bool) -> None:
+    """Free base weights, or move them to CPU memory, as the configurations of each layer ask for.
+
+    They move in place: whatever holds such a parameter gives its device memory free. A weight that another module
+    shares (a tied embedding that is not converted) has to stay for that one, and so does one on the meta device, which
+    has no values. Shared by converted modules only, it is moved once for all of them.
+
+    Args:
+        model: The model, in which other modules may hold the same parameters.
+        layers: Its layers.
+        awaits_load: Whether to leave what is to be freed until drop_if_pending.
+    """
+    places = [{config.base_weight for config in layer.sel_config.values()} for layer in layers]
+    for layer in (layer for layer, place in zip(layers, places, strict=True) if "drop" in place):
+        layer.drop_pending = True
+        if not awaits_load:
+            layer.drop_if_pending()
+    moving = [layer for layer, place in zip(layers, places, strict=True) if "cpu" in place and not layer.on_cpu]
+    own = {(id(layer.get_base_layer()), layer.parameter_name) for layer in moving}
+    shared = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if (id(module), name) not in own
+    }
+    moving = [layer for layer in moving if id(layer.base_weight) not in shared and not layer.base_weight.is_meta]
+    for layer in moving:
+        layer.set_base_aside()
+    for weight in {id(layer.base_weight): layer.base_weight for layer in moving}.values():
+        _replace_values(weight, pin(weight.data.cpu()))
