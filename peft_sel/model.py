@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from peft_sel.checks import (
     check_can_add,
     check_found,
     check_merged_is_finite,
-    check_multipliers,
-    check_saved,
     check_tokens,
 )
 from peft_sel.conversion import BIAS, PREFIX, matches_end
@@ -29,8 +26,6 @@ from peft_sel.errors import (
     AdapterStateError,
     ConfigError,
     DroppedBaseError,
-    OffloadedError,
-    SELError,
     UnsupportedModuleError,
     list_names,
 )
@@ -40,13 +35,14 @@ from peft_sel.mixed import route_rows
 from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.state import SavedTuner
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
 from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
 
 
-class SELModel(BaseTuner):
+class SELModel(SavedTuner):
     """Wraps a model so that its target modules train in SEL space; made by get_peft_model(model, SELConfig(...))."""
 
     prefix: str = PREFIX
@@ -367,55 +363,6 @@ class SELModel(BaseTuner):
             keep_parted_weights_apart(self.model)
             settle_quantization(self.model)
         return self.model
-
-    @classmethod
-    def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: PeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
-    ) -> dict[str, Tensor]:
-        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value."""
-        own: dict[str, Tensor] = super()._get_adapter_state_dict(
-            model, config, adapter_name, state_dict, unwanted_adapter_names
-        )
-        if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
-            raise OffloadedError(key, "values")
-        check_multipliers(config, own, adapter_name)
-        return own
-
-    @classmethod
-    def _remap_adapter_state_dict_for_load(
-        cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
-        mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
-        copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
-        mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
-        try:
-            state = model.state_dict()
-            own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
-            check_saved(
-                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
-            )
-            for layer in iter_sel_layers(model):
-                layer.check_base_is_finite(adapter_name)
-        except SELError:
-            layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
-            if all(layer.is_untouched(adapter_name) for layer in layers):
-                model.peft_config.pop(adapter_name, None)
-                tuner = getattr(model, "base_model", None)
-                if isinstance(tuner, SELModel):
-                    tuner._roll_back(tuner.model, adapter_name)
-                else:
-                    remove_adapter(model, adapter_name)
-            raise
-        for layer in iter_sel_layers(model):
-            layer.drop_if_pending()
-        return mapped
 
 
 def _makes_meta_parameters() -> bool:

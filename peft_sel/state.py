@@ -1,0 +1,72 @@
+"""What of a converted model is saved as an adapter, and what is loaded into one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner
+from torch import Tensor, nn
+
+from peft_sel.checks import check_multipliers, check_saved
+from peft_sel.conversion import BIAS
+from peft_sel.errors import OffloadedError, SELError
+from peft_sel.removal import iter_sel_layers, remove_adapter
+
+
+class SavedTuner(BaseTuner):
+    """Checks what is saved and loaded; an adapter that cannot be loaded is taken out again."""
+
+    def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
+        """Take an adapter out again."""
+        raise NotImplementedError
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value."""
+        own: dict[str, Tensor] = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
+            raise OffloadedError(key, "values")
+        check_multipliers(config, own, adapter_name)
+        return own
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
+        mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
+        copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
+        mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
+        try:
+            state = model.state_dict()
+            own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
+            check_saved(
+                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
+            )
+            for layer in iter_sel_layers(model):
+                layer.check_base_is_finite(adapter_name)
+        except SELError:
+            layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
+            if all(layer.is_untouched(adapter_name) for layer in layers):
+                model.peft_config.pop(adapter_name, None)
+                tuner = getattr(model, "base_model", None)
+                if isinstance(tuner, SavedTuner):
+                    tuner._roll_back(tuner.model, adapter_name)
+                else:
+                    remove_adapter(model, adapter_name)
+            raise
+        for layer in iter_sel_layers(model):
+            layer.drop_if_pending()
+        return mapped
