@@ -51,6 +51,8 @@ struct Gradients {
     double* column[NUM_SCALES];  // (columns,) or null
     double* a_grad;              // (rank, columns), or null
     double* b_grad;              // (rows, rank)
+    void* weight;           // the effective weight, or null
+    int64_t weight_type;
 };
 
 }  // extern "C"
@@ -217,9 +219,9 @@ void add_product(const float* values, float factor, int width, float* sums) {
     for (int j = 0; j < width; ++j) sums[j] += factor * values[j];
 }
 
-void fold_line(const Weight& weight, int64_t i, int64_t start, int width, Line& line, void* out, int64_t type) {
+// Stores the effective weights of an evaluated line.
+void store_line(const Weight& weight, int64_t i, int64_t start, int width, const Line& line, void* out, int64_t type) {
     alignas(64) float value[TILE];
-    evaluate(weight, i, start, width, line);
     combine(weight, width, line, value);
     if (weight.normalize) {
         for (int j = 0; j < width; ++j) value[j] = value[j] / line.scale[INNER][j];
@@ -327,6 +329,7 @@ void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums
     alignas(64) float ones[TILE];
     const int64_t first = i * weight.columns + start;
     evaluate(weight, i, start, width, line);
+    if (out.weight) store_line(weight, i, start, width, line, out.weight, out.weight_type);
     load(out.grad, out.grad_type, first, width, line.grad);
     if (out.a_grad) {
         float* a_sums = column_sums + sums.residual * weight.columns + start;
@@ -370,7 +373,8 @@ void sel_fold(const Weight* weight, void* out, int64_t type) {
         for (int64_t i = 0; i < weight->rows; ++i) {
             for (int64_t start = 0; start < weight->columns; start += TILE) {
                 const int width = static_cast<int>(std::min<int64_t>(TILE, weight->columns - start));
-                fold_line(*weight, i, start, width, line, out, type);
+                evaluate(*weight, i, start, width, line);
+                store_line(*weight, i, start, width, line, out, type);
             }
         }
     }

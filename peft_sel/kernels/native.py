@@ -65,6 +65,8 @@ class _Gradients(Structure):
         ("column", c_void_p * len(SCALE_NAMES)),
         ("a_grad", c_void_p),
         ("b_grad", c_void_p),
+        ("weight", c_void_p),
+        ("weight_type", c_int64),
     ]
 
 
@@ -139,12 +141,26 @@ def pull_back(
     scales: Scales,
     names: tuple[str, ...],
     residual: Residual,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor | None, Scales, Residual]:
-    """Do what reference.pull_back does."""
+    """Do what reference.pull_back does, and in the same pass what fold does.
+
+    Args:
+        spec: As in reference.pull_back, and so the others.
+        grad: dLoss/dw_eff.
+        raw: Raw weight.
+        beta: Curvature.
+        scales: Parts of each scale.
+        names: "raw" or names of scales.
+        residual: A and B.
+        weight: Receives the effective weight, if not None: of spec.dtype, and laid out like raw.
+
+    Returns:
+        As reference.pull_back.
+    """
     if not raw.is_contiguous():
-        raw_grad, grads, residual_grads = pull_back(
-            _swap_patterns(spec), grad.T, raw.T, beta, _swap_parts(scales), names, _swap_residual(residual)
-        )
+        swapped = (_swap_parts(scales), names, _swap_residual(residual), None if weight is None else weight.T)
+        raw_grad, grads, residual_grads = pull_back(_swap_patterns(spec), grad.T, raw.T, beta, *swapped)
         return None if raw_grad is None else raw_grad.T, _swap_parts(grads), _swap_residual(residual_grads)
     inputs = _Inputs(spec, raw, beta, broadcast_scales(spec, scales), residual)
     grad = grad.to(grad.dtype if grad.dtype in TYPES else torch.float32).contiguous()
@@ -162,6 +178,8 @@ def pull_back(
     b_grad = torch.zeros(raw.shape[0], inputs.weight.rank, dtype=torch.float64)
     if inputs.weight.rank > 0:
         gradients.a_grad, gradients.b_grad = a_grad.data_ptr(), b_grad.data_ptr()
+    if weight is not None:
+        gradients.weight, gradients.weight_type = weight.data_ptr(), TYPES[spec.dtype]
     load_library().sel_pull_back(inputs.weight, gradients)
     for parts in sums.values():
         if "value" in parts:
