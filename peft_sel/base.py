@@ -100,7 +100,8 @@ class BaseWeightLayer(BaseTunerLayer):
         for weight in self._unmerged.values():
             result = fn(weight.data.new_empty(0)) if self.on_cpu else weight
             away = result.device != weight.device
-            _replace_values(weight, pin(weight.data.to(result.dtype)) if away else fn(weight.data))
+            values = weight.data.to(result.dtype) if away else fn(weight.data)
+            _replace_values(weight, pin(values) if self.on_cpu else values)
 
 
 @contextmanager

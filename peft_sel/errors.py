@@ -132,20 +132,21 @@ class AdapterStateError(SELError):
 
 
 class ChangedWeightError(SELError):
-    """A tensor of an adapter was written to between a backward pass and the pull back of its gradients."""
+    """A tensor of an adapter changed between a backward pass and the pull back of its gradients."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"the adapter of {name} was written to inside accumulate_gradients(), after a backward pass that its old "
-            "values belong to; leave the scope before optimizer.step(), load_state_dict() and other writes"
+            f"the adapter of {name} was written to, frozen or unfrozen inside accumulate_gradients(), after a backward "
+            "pass that its old state belongs to; leave the scope before optimizer.step(), load_state_dict(), "
+            "set_adapter() and the like"
         )
 
 
-class NestedAccumulationError(SELError):
-    """accumulate_gradients() was entered inside accumulate_gradients()."""
+class AccumulationError(SELError):
+    """accumulate_gradients() cannot do what it is used for."""
 
-    def __init__(self) -> None:
-        super().__init__("accumulate_gradients() is open already for this model; leave that scope before the next one")
+    def __init__(self, problem: str, way_out: str) -> None:
+        super().__init__(f"{problem}; {way_out}")
 
 
 class BrokenMergeError(SELError):

@@ -23,7 +23,8 @@ register_optimizer_step_post_hook(_count_step)  # fused optimizers write without
 class Stamp:
     """The state of the tensors that a weight was computed from.
 
-    A step of any optimizer counts as a write, an assignment to .data as well; a write into .data goes unseen.
+    A step of any optimizer counts as a write, an assignment to .data as well, and so does freezing or unfreezing one of
+    them; a write into .data goes unseen.
     """
 
     def __init__(self, sources: list[Tensor]) -> None:
@@ -31,9 +32,9 @@ class Stamp:
         self._objects, self._versions = self._read(sources)
 
     @staticmethod
-    def _read(sources: list[Tensor]) -> tuple[list[object], list[int]]:
+    def _read(sources: list[Tensor]) -> tuple[list[object], list[Any]]:
         objects = [*sources, *(tensor.untyped_storage() for tensor in sources)]
-        return objects, [_optimizer_steps, *(tensor._version for tensor in sources)]
+        return objects, [_optimizer_steps, *((tensor._version, tensor.requires_grad) for tensor in sources)]
 
     def is_current(self, sources: list[Tensor]) -> bool:
         """Whether these are the tensors of the stamp, and none was written to since."""

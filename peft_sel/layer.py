@@ -212,6 +212,7 @@ class SELLayer(BaseWeightLayer):
         for tensor in [*raw, *(part for scale in self.scales(adapter).values() for part in scale.parameters())]:
             tensor.mul_(1 + PERTURBATION * torch.randn_like(tensor))
 
+    @torch.inference_mode(False)  # a first pass of inference may get here, and training use the table after it
     @torch.no_grad()
     def refresh_frozen_raw(self, adapter: str) -> None:
         """Recompute the raw weight of a train_raw=False adapter, or its table, from the base weight and its beta."""
@@ -297,7 +298,8 @@ class SELLayer(BaseWeightLayer):
         """
         module: Any = self
         training = module.training or torch.is_grad_enabled()
-        shared = None if torch.compiler.is_compiling() else self.shared_weights
+        is_replica = getattr(self, "_is_replica", False)  # of DataParallel
+        shared = None if torch.compiler.is_compiling() or is_replica else self.shared_weights
         if (training and shared is None) or torch.compiler.is_compiling():
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it

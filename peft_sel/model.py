@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from peft_sel.accumulation import share_weights
+from peft_sel.accumulation import Accumulation, share_weights
 from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.checks import (
     check_can_add,
@@ -68,7 +68,7 @@ class SELModel(SavedTuner):
             layer.kept_weights.clear()
             layer.keeps_weight_for_backward = training
 
-    def accumulate_gradients(self) -> AbstractContextManager[None]:
+    def accumulate_gradients(self) -> AbstractContextManager[Accumulation]:
         """Share effective weights among the forward passes of one optimizer step, and pull their gradients back once.
 
         Put it around the micro-batches of a step, and take the step (clip, unscale) after it:
@@ -78,16 +78,20 @@ class SELModel(SavedTuner):
                     (model(**batch).loss / len(micro_batches)).backward()
             optimizer.step()
 
-        The gradients are those of the plain way to rounding; they are summed in float32 (float64 for float64 raw) and
-        appear in .grad when the scope ends. Costs the memory of the effective weights, in the base model's dtype, until
-        then. An exception discards them. Inside torch.compile it changes nothing.
+        The gradients are those of the plain way to rounding. Until the scope ends they are float32 sums (float64 for
+        float64 raw) aside, 4 bytes per weight, then in .grad, layer by layer; so hooks of parameters see them once,
+        backward(inputs=...) sees none, and scope.zero_grad() is what forgets those of the scope so far. The effective
+        weights take 2 bytes more (of bf16) until then. Where raw is not trained, both are memory that the plain way
+        does not need. An exception discards the gradients. In one process only; inside torch.compile, and in replicas
+        of DataParallel, it changes nothing.
 
         Returns:
             A context manager.
 
         Raises:
-            NestedAccumulationError: If it is entered a second time.
-            ChangedWeightError: If an adapter is written to after a backward pass.
+            AccumulationError: If it is entered a second time, or in one of several processes; in a later backward pass
+                through a forward pass inside.
+            ChangedWeightError: If an adapter changes after a backward pass.
         """
         return share_weights(list(self.sel_layers()))
 

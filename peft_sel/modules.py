@@ -189,7 +189,8 @@ class SELLinear(SELModule):
     """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
 
     def _run_adapters(self, adapters: list[str], bias: Tensor | None, x: Tensor) -> Tensor:
-        keeps = self.keeps_weight_for_backward or self.shared_weights is not None
+        shares = self.shared_weights is not None and not torch.compiler.is_compiling()
+        keeps = self.keeps_weight_for_backward or (shares and not getattr(self, "_is_replica", False))
         if len(adapters) > 1 or not torch.is_grad_enabled() or keeps:
             return super()._run_adapters(adapters, bias, x)
         return linear(x, bias, *self._fold_inputs(adapters[0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from peft_sel.accumulation import share_weights
+from peft_sel.accumulation import Accumulation
 from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
@@ -136,11 +135,15 @@ class SELTrainerMixin(_TrainerBase):
     weight_decay applies to the roles that decay (Trainer's default is 0, the paper's value 0.01), and optim,
     optim_args, lr_scheduler_type and the warm-up mean what they mean in Trainer. An optimizer or scheduler that is
     passed in is used as it is.
+
+    With gradient accumulation, in one process, dense adapters compute each weight once per optimizer step
+    (SELModel.accumulate_gradients), for 2 bytes per weight of bf16; shares_weights = False saves these.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._open_step: ExitStack | None = None
+        self.shares_weights = True
+        self._open_step: Accumulation | None = None
         others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, SELCallback)]
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
@@ -181,8 +184,25 @@ class SELTrainerMixin(_TrainerBase):
         finally:
             self.optimizer_cls_and_kwargs = given
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see Trainer.
+
+        Args:
+            *args: Trainer's.
+            **kwargs: Trainer's.
+
+        Returns:
+            Trainer's result.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._open_step is not None:  # training ended in the middle of one
+                self._open_step.discard()
+                self._open_step = None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run one micro-batch; in one process, those of an optimizer step share weights (accumulate_gradients).
+        """Run one micro-batch, which shares weights with the others of its optimizer step; see shares_weights.
 
         Args:
             *args: Trainer's.
@@ -191,18 +211,31 @@ class SELTrainerMixin(_TrainerBase):
         Returns:
             The loss.
         """
-        if self.args.gradient_accumulation_steps == 1 or self.accelerator.distributed_type != DistributedType.NO:
-            return super().training_step(*args, **kwargs)
         step, self._open_step = self._open_step, None
         if step is None:
-            step = ExitStack()
             model: Any = self.model
-            step.enter_context(share_weights(list(iter_sel_layers(model))))
-        with step:  # an exception discards what was summed
+            step = Accumulation([layer for layer in iter_sel_layers(model) if self._shares(layer)])
+        try:
             loss: Tensor = super().training_step(*args, **kwargs)
-            if not self.accelerator.sync_gradients:
-                self._open_step = step.pop_all()
+        except BaseException:
+            step.discard()
+            raise
+        if self.accelerator.sync_gradients:
+            step.finish()
+        else:
+            self._open_step = step
         return loss
+
+    def _shares(self, layer: SELLayer) -> bool:
+        """Whether a layer computes its weight once per optimizer step: where that saves time and costs no sum."""
+        return (
+            self.shares_weights
+            and self.args.gradient_accumulation_steps > 1
+            and self.args.n_gpu <= 1
+            and not self.args.torch_compile
+            and self.accelerator.distributed_type == DistributedType.NO
+            and any(raw.requires_grad for raw in layer.symexplin_raw.values())
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Create Trainer's scheduler and let it follow each group's annealed multiplier.

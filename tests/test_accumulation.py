@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from moe import make_moe
 from peft import PeftModel, get_peft_model
 from test_layer_types import LAYERS, make_layer
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from peft_sel import SELError, SELTrainer
 from peft_sel.accumulation import share_weights
@@ -151,8 +153,15 @@ def step(model: PeftModel) -> None:
 
 
 def write(model: PeftModel) -> None:
+    """To the last layer: those before it may not have been pulled back."""
     with torch.no_grad():
-        sel_layers(model)[0].symexplin_raw["default"].mul_(2)
+        sel_layers(model)[-1].symexplin_raw["default"].mul_(2)
+
+
+def switch(model: PeftModel) -> None:
+    """Freezes the adapter."""
+    model.add_adapter("other", make_config())
+    model.set_adapter("other")
 
 
 def load(model: PeftModel) -> None:
@@ -172,11 +181,12 @@ def test_a_write_before_the_first_backward_pass_is_seen(change: Any) -> None:
     assert_equal_to_rounding(grads, backward(model, False, [TOKENS]), torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("change", [step, write, load])
+@pytest.mark.parametrize("change", [step, write, load, switch])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_write_after_a_backward_pass_is_refused(change: Any, again: bool) -> None:
     model = convert(make_tiny()).train()
     backward(model, False)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     def train() -> None:
         with model.base_model.accumulate_gradients():
@@ -185,8 +195,11 @@ def test_a_write_after_a_backward_pass_is_refused(change: Any, again: bool) -> N
             if again:
                 model(TOKENS, labels=TOKENS)
 
-    with pytest.raises(SELError, match=r"q_proj.weight was written to inside accumulate_gradients\(\)"):
+    with pytest.raises(SELError, match=r"_proj.weight was written to.*inside accumulate_gradients\(\)"):
         train()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (name not in before) and (p.grad is None or torch.equal(p.grad, before[name]))
+    model.set_adapter("default")
     assert_equal_to_rounding(backward(model, True), backward(model, False), torch.finfo(torch.float32).eps)
 
 
@@ -204,6 +217,87 @@ def test_an_exception_discards_what_was_summed() -> None:
     assert_equal_to_rounding(backward(model, True), backward(model, False), torch.finfo(torch.float32).eps)
 
 
+def test_two_active_adapters_of_a_half_model_are_summed_in_float32() -> None:
+    model = convert(make_tiny(dtype=torch.bfloat16)).train()
+    model.add_adapter("other", make_config())
+    model.base_model.set_adapter(["default", "other"])
+    one, many = backward(model, True, [TOKENS]), backward(model, True, [TOKENS] * 256)
+    assert len(one) == 2 * len(backward(convert(make_tiny(dtype=torch.bfloat16)), True, [TOKENS]))
+    assert_equal_to_rounding(many, one, torch.finfo(torch.bfloat16).eps / 16)
+
+
+def test_a_backward_pass_after_the_end_is_refused() -> None:
+    model = convert(make_tiny()).train()
+    with model.base_model.accumulate_gradients():
+        loss = model(TOKENS, labels=TOKENS).loss
+    with pytest.raises(SELError, match="after the weight that its forward pass used was given up"):
+        loss.backward()
+
+
+def test_a_backward_pass_through_a_replaced_weight_is_refused() -> None:
+    model = convert(make_tiny()).train()
+
+    def train() -> None:
+        with model.base_model.accumulate_gradients():
+            loss = model(TOKENS, labels=TOKENS).loss
+            write(model)
+            model(TOKENS, labels=TOKENS)
+            loss.backward()
+
+    with pytest.raises(SELError, match="was given up"):
+        train()
+
+
+def test_zero_grad_of_the_scope() -> None:
+    model = convert(make_tiny()).train()
+    wants = backward(model, False, [TOKENS])
+    model.zero_grad()
+    with model.base_model.accumulate_gradients() as scope:
+        (model(TOKENS, labels=TOKENS).loss * torch.nan).backward()
+        scope.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_equal_to_rounding(grads, wants, torch.finfo(torch.float32).eps)
+
+
+def test_nothing_of_a_scope_outlives_it() -> None:
+    model = convert(make_tiny()).train()
+    leaves = []
+    with contextlib.suppress(KeyboardInterrupt), model.base_model.accumulate_gradients():
+        model(TOKENS, labels=TOKENS).loss.backward()
+        leaves = [weakref.ref(s.leaf) for layer in sel_layers(model) for s in layer.shared_weights._weights.values()]
+        raise KeyboardInterrupt
+    assert len(leaves) == len(sel_layers(model)) and all(leaf() is None for leaf in leaves)
+
+
+def test_replicas_of_data_parallel_share_nothing() -> None:
+    model = convert(make_tiny()).train()
+    wants = backward(model, False, [TOKENS])
+    model.zero_grad()
+    with model.base_model.accumulate_gradients():
+        for layer in sel_layers(model):
+            layer._is_replica = True
+        model(TOKENS, labels=TOKENS).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_equal_to_rounding(grads, wants, torch.finfo(torch.float32).eps)
+
+
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(SELError, match="this is one of 2"):
+        convert(make_tiny()).base_model.accumulate_gradients().__enter__()
+
+
+def test_inference_inside_leaves_training_possible() -> None:
+    model = convert(make_tiny(dtype=torch.bfloat16)).train()
+    with model.base_model.accumulate_gradients():
+        with torch.inference_mode():
+            model(TOKENS)
+        model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_scopes_do_not_nest() -> None:
     model = convert(make_tiny()).train()
     with model.base_model.accumulate_gradients(), pytest.raises(SELError, match="open already"):
@@ -219,9 +313,7 @@ def test_a_copy_made_inside_is_outside() -> None:
     assert_equal_to_rounding(backward(copied, False), backward(model, False), torch.finfo(torch.float32).eps)
 
 
-def train(folder: Path, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = convert(make_tiny())
+def make_trainer(folder: Path, model: PeftModel, **options: Any) -> SELTrainer:
     data = Dataset.from_dict({"input_ids": [(TOKENS[0] + i).tolist() for i in range(10)]})
     data = data.map(lambda row: {"labels": row["input_ids"]})
     arguments = TrainingArguments(
@@ -237,7 +329,13 @@ def train(folder: Path, **options: Any) -> tuple[list[float], dict[str, Tensor]]
         disable_tqdm=True,
         **options,
     )
-    trainer = SELTrainer(model, arguments, train_dataset=data)
+    return SELTrainer(model, arguments, train_dataset=data)
+
+
+def train(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = convert(make_tiny())
+    trainer = make_trainer(folder, model)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -250,9 +348,34 @@ def test_the_trainer_computes_a_weight_once_per_step(
     losses, weights = train(tmp_path)
     assert len(losses) == 6 and len(folds) == 6 * len(set(folds))
     folds.clear()
-    monkeypatch.setattr(SELTrainer, "training_step", SELTrainer.__mro__[2].training_step)
+    monkeypatch.setattr(SELTrainer, "_shares", lambda *_: False)
     plain_losses, plain_weights = train(tmp_path)
     assert len(folds) == 20 * len(set(folds))
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     for name, want in plain_weights.items():
         torch.testing.assert_close(weights[name], want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"train_raw": False}, {}])
+def test_the_trainer_does_not_share_where_that_costs_memory_or_is_not_wanted(
+    options: dict[str, Any], folds: list[str], tmp_path: Path
+) -> None:
+    """A scale-only adapter needs no weight-sized gradient otherwise."""
+    trainer = make_trainer(tmp_path, convert(make_tiny(), **options))
+    trainer.shares_weights = "train_raw" in options
+    trainer.train()
+    assert len(folds) == 20 * len(set(folds))
+
+
+class StopAfterOneBatch(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_training_that_ends_in_the_middle_of_a_step_leaves_no_scope_open(tmp_path: Path) -> None:
+    model = convert(make_tiny())
+    trainer = make_trainer(tmp_path, model, max_steps=3)
+    trainer.add_callback(StopAfterOneBatch())
+    trainer.train()
+    model.zero_grad()
+    assert_equal_to_rounding(backward(model, True), backward(model, False), torch.finfo(torch.float32).eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,33 +137,108 @@ def test_what_it_leaves_to_the_others() -> None:
     assert _select_backend(spec._replace(dtype=torch.float64), large, True) is not native
 
 
-def test_it_is_built_once_per_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_defaults_of_the_process_do_not_reach_it(dtype: torch.dtype) -> None:
+    case = draw("mismatch", WITHOUT_LORA, SHAPE, torch.float32).require_grad()
+    grad = torch.randn(SHAPE)
+    with use_backend("native"):
+        want = [fold(*case).detach(), *backward(case, grad)]
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                got = [fold(*case).detach(), *backward(case, grad)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_sums_over_very_many_rows() -> None:
+    """More rows than chunks of 64: longer chunks."""
+    shape = (64 * native.MAX_CHUNKS + 37, 3)
+    case = draw("mismatch", DEFAULT, shape, torch.float32).require_grad()
+    double = draw("mismatch", DEFAULT, shape, torch.float64).require_grad()
+    grad = torch.randn(shape)
+    with use_backend("native"):
+        gots = backward(case, grad)
+    for got, want in zip(gots, backward(double, grad.double()), strict=True):
+        assert relative_error(got, want) <= 2e-6
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    case = draw("mismatch", DEFAULT, SHAPE, torch.float32)
+    a, b = case.residual
+    with use_backend("native"), pytest.raises(RuntimeError, match="invalid for input"):
+        fold(*case._replace(residual=(a, b[:, :1])))
+    with use_backend("native"), pytest.raises(RuntimeError, match="expanded size"):
+        fold(*case._replace(scales={**case.scales, "exp_scale": {"row": torch.ones(7), "column": torch.ones(517)}}))
+
+
+def test_the_weight_of_a_backward_pass_has_the_bits_of_a_fold() -> None:
+    for lay in (lambda case: case, transpose):
+        case = lay(draw("oppose", WITHOUT_LORA, SHAPE, torch.float32)).with_result(torch.bfloat16)
+        weight = torch.empty_like(case.raw, dtype=torch.bfloat16)
+        names = ("raw", *case.scales)
+        with torch.no_grad(), use_backend("native"):
+            a, b = case.residual
+            scaled = a, b * case.spec.residual_scaling
+            native.pull_back(case.spec, torch.randn(SHAPE), case.raw, case.beta, case.scales, names, scaled, weight)
+            assert torch.equal(weight, fold(*case))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of an empty cache, before and after which no library is loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = native._build()
+    native.load_library.cache_clear()
+    yield tmp_path / "peft_sel" / "native"
+    native.load_library.cache_clear()
+
+
+def test_it_is_built_once_per_source(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.load_library() is not None
+    (library,) = cache.iterdir()
     stamp = library.stat().st_mtime_ns
-    assert native._build() == library and library.stat().st_mtime_ns == stamp
-    assert list(library.parent.iterdir()) == [library]
+    assert native._build(cache) == library and library.stat().st_mtime_ns == stamp
     other = tmp_path / "other.cpp"
     other.write_bytes(native.SOURCE.read_bytes() + b"\n")
     monkeypatch.setattr(native, "SOURCE", other)
-    assert native._build() != library
+    assert native._build(cache) != library
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_a_damaged_library_is_built_anew(cache: Path) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    library = native._build(cache)
+    library.write_bytes(library.read_bytes()[:100])
+    assert native.load_library() is not None and library.stat().st_size > 100
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    native._build(cache).write_bytes(b"anything")
+    assert native._find_cache_folder() is None and native.load_library() is not None
+
+
+def test_without_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", fail)
+    assert native.load_library() is not None and not cache.exists()
+
+
+@pytest.mark.parametrize(("compiler", "advice"), [("no-such-compiler", "installing g\\+\\+ cures this"), ("false", "")])
 def test_a_broken_compiler_warns_once_and_changes_nothing(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: str, advice: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "COMPILER", (compiler,))
-    native.load_library.cache_clear()
     case = draw("mismatch", WITHOUT_LORA, SHAPE, torch.float32)
     with use_backend("reference"):
         want = fold(*case)
-    try:
-        with pytest.warns(UserWarning, match=r"native.cpp does not compile here.*g\+\+"):
-            assert torch.equal(fold(*case), want)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(fold(*case), want)
-    finally:
-        native.load_library.cache_clear()
+    with pytest.warns(UserWarning, match=f"the C\\+\\+ kernel does not compile or load here.*{advice}$"):
+        assert torch.equal(fold(*case), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(fold(*case), want)
+    assert not list(cache.iterdir())

@@ -109,14 +109,6 @@ def make_sel(*, keep: bool = False, **options: Any) -> Callable[[nn.Module], Tra
     return make
 
 
-def make_scoped(model: nn.Module) -> Trained:
-    """SEL that computes effective weights once for all micro-batches of an optimizer step."""
-    model, optimizer = make_sel(base_weight="drop")(model)
-    if not hasattr(model.base_model, "accumulate_gradients"):
-        raise SystemExit("sel-drop-scope needs SELModel.accumulate_gradients, which this peft_sel lacks: leave it out")
-    return model, optimizer
-
-
 def make_peft(config: Any) -> Callable[[nn.Module], Trained]:
     """One of PEFT's own tuners."""
 
@@ -168,7 +160,7 @@ METHODS: dict[str, Callable[[nn.Module], Trained]] = {
     "sel-reference": make_sel(base_weight="drop"),
     "sel-compiled": make_sel(base_weight="drop"),
     "sel-triton": make_sel(base_weight="drop"),
-    "sel-drop-scope": make_scoped,
+    "sel-drop-scope": make_sel(base_weight="drop"),  # inside accumulate_gradients
     "sel-scales": make_sel(train_raw=False),
     "parametrize": make_parametrized,
     "lora": make_peft(LoraConfig(**LORA)),

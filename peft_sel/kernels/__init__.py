@@ -87,33 +87,34 @@ def _compute(spec: WeightSpec, layout: Layout, inputs: _Inputs, training: bool) 
 
 
 def _pull_back(
-    spec: WeightSpec, layout: Layout, inputs: _Inputs, grad: Tensor, needed: tuple[bool, ...], with_weight: bool = False
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """Pull dLoss/dw_eff back to the inputs that need it; return the effective weight, if asked for, and gradients."""
+    spec: WeightSpec,
+    layout: Layout,
+    inputs: _Inputs,
+    grad: Tensor,
+    needed: tuple[bool, ...],
+    weight: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Pull dLoss/dw_eff back to the inputs that need it, in their order; let native fill weight in the same pass."""
     raw, beta, a, b, parts = inputs
     needs_raw, _, _, needs_a, needs_b, *needs_parts = needed
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
     needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
-    weight = None
     with torch.autocast(raw.device.type, enabled=False):
-        backend = _select_backend(spec, raw, True)
-        scales, residual = _group(layout, parts), _scale_residual(spec, raw, a, b)
-        if with_weight and backend is native and (residual is None or needs_a or needs_b):
-            weight = torch.empty_like(raw, dtype=spec.dtype, requires_grad=False)
-            results = native.pull_back(spec, grad, raw, beta, scales, names, residual, weight)
+        scales = _group(layout, parts)
+        residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
+        arguments = (spec, grad, raw, beta, scales, names, residual)
+        if weight is not None:
+            raw_grad, grads, residual_grads = native.pull_back(*arguments, weight)
         else:
-            weight = _compute(spec, layout, inputs, True) if with_weight else None
-            residual = residual if needs_a or needs_b else None
-            results = backend.pull_back(spec, grad, raw, beta, scales, names, residual)
-    raw_grad, grads, residual_grads = results
+            raw_grad, grads, residual_grads = _select_backend(spec, raw, True).pull_back(*arguments)
     part_grads = [
         grads[scale][part].to(tensor.dtype) if needs else None
         for (scale, part), tensor, needs in zip(layout, parts, needs_parts, strict=True)
     ]
     a_grad, b_grad = residual_grads or (None, None)
     b_grad = None if b_grad is None else b_grad * spec.residual_scaling
-    return weight, (_like(raw_grad, raw), None, None, _like(a_grad, a), _like(b_grad, b), *part_grads)
+    return _like(raw_grad, raw), None, None, _like(a_grad, a), _like(b_grad, b), *part_grads
 
 
 def _scale_residual(spec: WeightSpec, raw: Tensor, a: Tensor | None, b: Tensor | None) -> Residual:
@@ -136,8 +137,7 @@ class _Fold(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = _pack(ctx.saved_tensors)
-        _, grads = _pull_back(ctx.spec, ctx.layout, inputs, grad, ctx.needs_input_grad[2:])
-        return None, None, *grads
+        return None, None, *_pull_back(ctx.spec, ctx.layout, inputs, grad, ctx.needs_input_grad[2:])
 
 
 class _Linear(torch.autograd.Function):
@@ -159,14 +159,20 @@ class _Linear(torch.autograd.Function):
         inputs = _pack(tensors)
         _, _, _, needs_x, needs_bias, *needed = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        weight = None
+        weight = x_grad = None
         input_grads: tuple[Tensor | None, ...] = (None,) * len(needed)
+        raw, _, a, *_ = inputs
+        trains_residual = a is None or any(needed[3:5])  # else native's gradients know nothing of it
+        if needs_x and any(needed) and trains_residual and _select_backend(ctx.spec, raw, True) is native:
+            weight = torch.empty_like(raw, dtype=ctx.spec.dtype, requires_grad=False)  # filled with the gradients
+        elif needs_x:
+            x_grad = rows @ _compute(ctx.spec, ctx.layout, inputs, True).to(ctx.dtype)
         if any(needed):
             weight_grad = rows.T @ x.reshape(-1, x.shape[-1])
-            weight, input_grads = _pull_back(ctx.spec, ctx.layout, inputs, weight_grad, tuple(needed), needs_x)
-        elif needs_x:
-            weight = _compute(ctx.spec, ctx.layout, inputs, True)
-        x_grad = None if weight is None else (rows @ weight.to(ctx.dtype)).reshape(x.shape)
+            input_grads = _pull_back(ctx.spec, ctx.layout, inputs, weight_grad, tuple(needed), weight)
+        if weight is not None:
+            x_grad = rows @ weight.to(ctx.dtype)
+        x_grad = None if x_grad is None else x_grad.reshape(x.shape)
         bias_grad = rows.sum(0) if needs_bias else None
         return None, None, None, x_grad, bias_grad, *input_grads
 

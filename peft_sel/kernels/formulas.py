@@ -36,7 +36,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether fused.py takes the weight: a scale of pattern lora needs matrix products."""
+        """Whether one pass can compute the weight: a scale of pattern lora needs matrix products."""
         return all(pattern != "lora" for _, pattern in self.patterns)
 
 

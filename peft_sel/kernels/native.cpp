@@ -8,12 +8,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 namespace {
 
 constexpr int TILE = 256;       // columns; what a tile needs of every array stays in the first-level cache
-constexpr int CHUNK = 64;       // rows of a float32 sum over rows
 constexpr int NUM_SCALES = 5;   // in the order of numerics.SCALE_NAMES
 enum ScaleName { EXP, LINEAR, INNER, OFFSET, SHIFT };
 enum Pattern { ABSENT, GLOBAL, ROW, COLUMN, ROW_COL_MULT, ROW_COL_ADD };
@@ -53,6 +51,8 @@ struct Gradients {
     double* b_grad;              // (rows, rank)
     void* weight;           // the effective weight, or null
     int64_t weight_type;
+    float* column_sums;     // room for one float per chunk of rows, sum over rows, and column
+    int64_t chunk_rows;     // of a float32 sum over rows
 };
 
 }  // extern "C"
@@ -74,7 +74,7 @@ inline float reduce(float x, int& k) {  // numerics/elementary.py: x = k * ln(2)
     series = series * r + 1.0f / 24;
     series = series * r + 1.0f / 6;
     series = series * r + 0.5f;
-    k = static_cast<int>(rounded);
+    k = rounded == rounded ? static_cast<int>(rounded) : 0;  // NaN is in what is returned
     return r + r * r * series;
 }
 
@@ -117,10 +117,13 @@ void load(const void* values, int64_t type, int64_t first, int width, float* __r
     } else if (type == BFLOAT16) {
         const uint16_t* from = static_cast<const uint16_t*>(values) + first;
         for (int j = 0; j < width; ++j) out[j] = widen_bfloat16(from[j]);
-    } else {
+    }
+#ifdef __FLT16_MAX__
+    if (type == FLOAT16) {
         const _Float16* from = static_cast<const _Float16*>(values) + first;
         for (int j = 0; j < width; ++j) out[j] = static_cast<float>(from[j]);
     }
+#endif
 }
 
 void store(const float* values, int64_t type, int64_t first, int width, void* __restrict out) {
@@ -129,10 +132,13 @@ void store(const float* values, int64_t type, int64_t first, int width, void* __
     } else if (type == BFLOAT16) {
         uint16_t* to = static_cast<uint16_t*>(out) + first;
         for (int j = 0; j < width; ++j) to[j] = round_to_bfloat16(values[j]);
-    } else {
+    }
+#ifdef __FLT16_MAX__
+    if (type == FLOAT16) {
         _Float16* to = static_cast<_Float16*>(out) + first;
         for (int j = 0; j < width; ++j) to[j] = static_cast<_Float16>(values[j]);
     }
+#endif
 }
 
 // One row of a tile: the scales and what follows from them, expanded.
@@ -382,37 +388,44 @@ void sel_fold(const Weight* weight, void* out, int64_t type) {
 
 void sel_pull_back(const Weight* weight, const Gradients* out) {
     const ColumnSums sums = plan(*weight, *out);
-    const int64_t num_chunks = (weight->rows + CHUNK - 1) / CHUNK;
-    const int64_t stride = sums.count * weight->columns;
-    std::vector<float> chunk_sums(num_chunks * stride);
+    const int64_t rows = weight->rows, columns = weight->columns, stride = sums.count * columns;
+    const int64_t num_chunks = (rows + out->chunk_rows - 1) / out->chunk_rows;
 #pragma omp parallel num_threads(weight->num_threads)
     {
         Line line;
 #pragma omp for schedule(static)
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-            const int64_t stop = std::min<int64_t>(weight->rows, (chunk + 1) * CHUNK);
-            for (int64_t start = 0; start < weight->columns; start += TILE) {
-                const int width = static_cast<int>(std::min<int64_t>(TILE, weight->columns - start));
-                for (int64_t i = chunk * CHUNK; i < stop; ++i) {
-                    pull_back_line(*weight, *out, sums, i, start, width, line, chunk_sums.data() + chunk * stride);
+            float* const own = out->column_sums + chunk * stride;
+            const int64_t stop = std::min<int64_t>(rows, (chunk + 1) * out->chunk_rows);
+            std::fill(own, own + stride, 0.0f);
+            for (int64_t start = 0; start < columns; start += TILE) {
+                const int width = static_cast<int>(std::min<int64_t>(TILE, columns - start));
+                for (int64_t i = chunk * out->chunk_rows; i < stop; ++i) {
+                    pull_back_line(*weight, *out, sums, i, start, width, line, own);
                 }
             }
         }
 #pragma omp for schedule(static)
-        for (int64_t j = 0; j < weight->columns; ++j) {
-            for (int s = 0; s < NUM_SCALES; ++s) {
-                for (int64_t chunk = 0; out->column[s] && chunk < num_chunks; ++chunk) {
-                    out->column[s][j] += chunk_sums[chunk * stride + sums.index[s] * weight->columns + j];
+        for (int64_t j = 0; j < columns; ++j) {
+            for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+                const float* const own = out->column_sums + chunk * stride + j;
+                for (int s = 0; s < NUM_SCALES; ++s) {
+                    if (out->column[s]) out->column[s][j] += own[sums.index[s] * columns];
                 }
-            }
-            for (int64_t k = 0; out->a_grad && k < weight->rank; ++k) {
-                for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-                    out->a_grad[k * weight->columns + j] +=
-                        chunk_sums[chunk * stride + (sums.residual + k) * weight->columns + j];
+                for (int64_t k = 0; out->a_grad && k < weight->rank; ++k) {
+                    out->a_grad[k * columns + j] += own[(sums.residual + k) * columns];
                 }
             }
         }
     }
+}
+
+int sel_has_float16() {
+#ifdef __FLT16_MAX__
+    return 1;
+#else
+    return 0;  // g++ before version 12
+#endif
 }
 
 }  // extern "C"

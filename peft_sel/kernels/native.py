@@ -30,6 +30,7 @@ COMPILER = ("g++", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-O3", "-march=
 EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 WIDE_VECTORS = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 MIN_PARALLEL_ELEMENTS = 1 << 15
+CHUNK_ROWS, MAX_CHUNKS = 64, 256  # rows of a float32 sum over rows; more of them where there would be too many sums
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PATTERNS = {"global": 1, "row": 2, "column": 3, "row_col_mult": 4, "row_col_add": 5}
@@ -67,6 +68,8 @@ class _Gradients(Structure):
         ("b_grad", c_void_p),
         ("weight", c_void_p),
         ("weight_type", c_int64),
+        ("column_sums", c_void_p),
+        ("chunk_rows", c_int64),
     ]
 
 
@@ -82,7 +85,8 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
         and (raw.is_contiguous() or raw.T.is_contiguous())
         and compute_dtype(raw) == torch.float32
         and raw.numel() > 0
-        and load_library() is not None
+        and (library := load_library()) is not None
+        and (spec.dtype != torch.float16 or library.sel_has_float16())
     )
 
 
@@ -90,12 +94,13 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
 def load_library() -> Any:
     """Return native.cpp as a library, compiled if it was not before; None, with a warning, where that fails."""
     try:
-        library = ctypes.CDLL(str(_build()))
+        library = _load()
     except (OSError, subprocess.CalledProcessError) as error:
         cause = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
+        cure = "; installing g++ cures this" if isinstance(error, FileNotFoundError) else ""
         warnings.warn(
-            f"native.cpp does not compile here ({cause}); SEL goes on with plain torch, which computes the same in "
-            "five to ten times the time per weight. Installing a C++ compiler (g++) cures this",
+            f"the C++ kernel does not compile or load here ({cause}); SEL goes on without it, at several times the "
+            f"time per weight{cure}",
             stacklevel=2,
         )
         return None
@@ -105,16 +110,39 @@ def load_library() -> Any:
     return library
 
 
-def _build() -> Path:
-    """Return the file of the library for this source, compiler line and processor."""
+def _load() -> ctypes.CDLL:
+    folder = _find_cache_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:  # what is loaded may be deleted
+            return ctypes.CDLL(str(_build(Path(scratch))))
+    library = _build(folder)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # half of a file, after a power failure
+        library.unlink()
+        return ctypes.CDLL(str(_build(folder)))
+
+
+def _find_cache_folder() -> Path | None:
+    """Return the user's cache folder for this package; None without one that this user alone can write to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel" / "native"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # read-only, or a user without a home
+        return None
+    status = folder.stat()
+    own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+def _build(folder: Path) -> Path:
+    """Return the file of the library for this source, compiler line and processor, in a folder of this user's."""
     command = (*COMPILER, *EXACTNESS, *WIDE_VECTORS)
     information = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = [line for line in information if line.startswith(("flags", "Features"))][:1]
+    processor = [line for line in information if line.startswith(("flags", "Features"))][:1] or information
     key = hashlib.sha256(repr((SOURCE.read_bytes(), command, processor)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel"
     library = folder / f"native-{key}.so"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, library.name)
             subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
@@ -124,11 +152,11 @@ def _build() -> Path:
 
 def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
     """Do what reference.fold does; the residual's product is summed in another order."""
-    if not raw.is_contiguous():
+    if _is_transposed(raw):
         swapped = {name: tuple(t if t.dim() == 1 else t.T for t in reversed(factors[name])) for name in factors}
         return fold(_swap_patterns(spec), raw.T, beta, swapped, _swap_residual(residual)).T
     inputs = _Inputs(spec, raw, beta, factors, residual)
-    result = torch.empty(raw.shape, dtype=spec.dtype)
+    result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     load_library().sel_fold(inputs.weight, result.data_ptr(), TYPES[spec.dtype])
     return result
 
@@ -158,28 +186,38 @@ def pull_back(
     Returns:
         As reference.pull_back.
     """
-    if not raw.is_contiguous():
+    if _is_transposed(raw):
         swapped = (_swap_parts(scales), names, _swap_residual(residual), None if weight is None else weight.T)
         raw_grad, grads, residual_grads = pull_back(_swap_patterns(spec), grad.T, raw.T, beta, *swapped)
         return None if raw_grad is None else raw_grad.T, _swap_parts(grads), _swap_residual(residual_grads)
     inputs = _Inputs(spec, raw, beta, broadcast_scales(spec, scales), residual)
-    grad = grad.to(grad.dtype if grad.dtype in TYPES else torch.float32).contiguous()
-    raw_grad = torch.empty(raw.shape) if "raw" in names else None
-    gradients = _Gradients(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype], raw=_address(raw_grad))
+    rows, columns, rank = inputs.weight.rows, inputs.weight.columns, inputs.weight.rank
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=raw.device)
+
+    known = grad.dtype in TYPES and (grad.dtype != torch.float16 or load_library().sel_has_float16())
+    grad = grad.to(grad.dtype if known else torch.float32).expand(raw.shape).contiguous()
+    raw_grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device) if "raw" in names else None
+    gradients = _Gradients(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
+    gradients.raw = None if raw_grad is None else raw_grad.data_ptr()
     sums: Scales = {}
-    for name, _ in spec.patterns:
-        if name in names:
-            lengths = {part: raw.shape[1 if part == "column" else 0] for part in scales[name]}
-            sums[name] = {part: torch.zeros(length, dtype=torch.float64) for part, length in lengths.items()}
-            for part, total in sums[name].items():
-                side = gradients.column if part == "column" else gradients.row
-                side[SCALE_NAMES.index(name)] = total.data_ptr()
-    a_grad = torch.zeros(inputs.weight.rank, raw.shape[1], dtype=torch.float64)
-    b_grad = torch.zeros(raw.shape[0], inputs.weight.rank, dtype=torch.float64)
-    if inputs.weight.rank > 0:
+    for name in (name for name, _ in spec.patterns if name in names):
+        sums[name] = {part: zeros(columns if part == "column" else rows) for part in scales[name]}
+        for part, total in sums[name].items():
+            side = gradients.column if part == "column" else gradients.row
+            side[SCALE_NAMES.index(name)] = total.data_ptr()
+    a_grad, b_grad = zeros(rank, columns), zeros(rows, rank)
+    if rank > 0:
         gradients.a_grad, gradients.b_grad = a_grad.data_ptr(), b_grad.data_ptr()
     if weight is not None:
         gradients.weight, gradients.weight_type = weight.data_ptr(), TYPES[spec.dtype]
+    gradients.chunk_rows = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS))
+    num_sums = rank + sum("column" in parts for parts in sums.values())
+    column_sums = torch.empty(
+        -(-rows // gradients.chunk_rows) * num_sums * columns, dtype=torch.float32, device=raw.device
+    )
+    gradients.column_sums = column_sums.data_ptr()
     load_library().sel_pull_back(inputs.weight, gradients)
     for parts in sums.values():
         if "value" in parts:
@@ -196,30 +234,37 @@ class _Inputs:
         self.weight = _Weight(
             rows=rows,
             columns=columns,
-            raw=self.hold(raw).data_ptr(),
+            raw=self.hold(raw, (rows, columns)).data_ptr(),
             mode=MODES.index(spec.mode),
             normalize=spec.normalize_by_inner_mult and "inner_multiplier" in factors,
             num_threads=torch.get_num_threads() if raw.numel() >= MIN_PARALLEL_ELEMENTS else 1,
             beta=float(beta),
         )
         if residual is not None:
-            a, b = (self.hold(factor) for factor in residual)
-            self.weight.rank, self.weight.a, self.weight.b = len(a), a.data_ptr(), b.data_ptr()
+            a, b = residual
+            self.weight.rank = len(a)
+            self.weight.a = self.hold(a.reshape(-1, columns), (len(a), columns)).data_ptr()
+            self.weight.b = self.hold(b.reshape(rows, len(a)), (rows, len(a))).data_ptr()
         for name, pattern in spec.patterns:
             scale = self.weight.scales[SCALE_NAMES.index(name)]
             scale.pattern = PATTERNS[pattern]
-            *first, last = (self.hold(factor).data_ptr() for factor in factors[name])
-            if pattern in ("global", "row"):
-                scale.row = last
+            *first, last = factors[name]
+            if pattern in ("column", "row_col_mult", "row_col_add"):
+                scale.column = self.hold(last, (1, columns)).data_ptr()
+                scale.row = self.hold(first[0], (rows, 1)).data_ptr() if first else None
             else:
-                scale.column, scale.row = last, first[0] if first else None
+                scale.row = self.hold(last, (rows, 1) if pattern == "row" else (1,)).data_ptr()
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in float32 and contiguous, alive as long as this object."""
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            tensor = tensor.to(torch.float32).contiguous()
+    def hold(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor in float32, of a shape and contiguous, alive as long as this object."""
+        if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
+            tensor = tensor.to(torch.float32).expand(shape).contiguous()
         self._alive.append(tensor)
         return tensor
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return not matrix.is_contiguous() and matrix.T.is_contiguous()
 
 
 def _swap_patterns(spec: WeightSpec) -> WeightSpec:
@@ -232,7 +277,3 @@ def _swap_residual(residual: Residual) -> Residual:
 
 def _swap_parts(scales: Scales) -> Scales:
     return {name: {TRANSPOSED.get(part, part): tensor for part, tensor in scales[name].items()} for name in scales}
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -71,8 +71,8 @@ def _give_up(error: Exception) -> None:
     _failed = True
     cause = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
     warnings.warn(
-        f"Triton does not work here ({type(error).__name__}: {cause}); SEL goes on with torch.compile, which computes "
-        "the same in more time per weight",
+        f"Triton does not work here ({type(error).__name__}: {cause}); SEL goes on without it, at several times the "
+        "time per weight",
         stacklevel=4,
     )
 
@@ -119,7 +119,8 @@ def _pull_back(
     rows, columns = _in_order(raw.shape, transposed)
     block_rows, block_columns = PULL_BACK_TILE
     grid = _count(columns, block_columns), _count(rows, SEGMENT)
-    raw_grad = torch.empty_like(raw, dtype=torch.float32, requires_grad=False)
+    # Where its gradient is not asked for, raw stands for it: the kernel writes none.
+    raw_grad = torch.empty_like(raw, dtype=torch.float32, requires_grad=False) if "raw" in names else raw
     summed = [name for name in scales if name in names]
     row_sums = torch.empty(grid[0], len(summed), rows, dtype=torch.float32, device=raw.device)
     column_sums = torch.empty(grid[1], len(summed), columns, dtype=torch.float32, device=raw.device)

@@ -14,7 +14,7 @@ from peft_sel.numerics.lookup import INFINITIES, find_magnitudes, look_up, make_
 from peft_sel.numerics.transform import check_beta, check_choice, check_family
 
 INITS = ("exact", "congruent")
-CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread: see kernels/blocks.py
+CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread
 DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step left to do
 MAX_STEPS = 16
