@@ -141,6 +141,12 @@ class SharedWeights:
         self._weights.clear()
 
 
+def find_shared_weights(layer: Any) -> SharedWeights | None:
+    """Return what a layer shares; None outside a scope, in torch.compile, and in a replica of DataParallel."""
+    is_replica = getattr(layer, "_is_replica", False)
+    return None if torch.compiler.is_compiling() or is_replica else layer.shared_weights
+
+
 def _keep(tensor: Tensor) -> Tensor:
     return tensor
 

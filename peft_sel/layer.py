@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import _get_in_out_features, check_adapters_to_mer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_sel.accumulation import SharedWeights
+from peft_sel.accumulation import SharedWeights, find_shared_weights
 from peft_sel.base import BaseWeightLayer
 from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
@@ -298,8 +298,7 @@ class SELLayer(BaseWeightLayer):
         """
         module: Any = self
         training = module.training or torch.is_grad_enabled()
-        is_replica = getattr(self, "_is_replica", False)  # of DataParallel
-        shared = None if torch.compiler.is_compiling() or is_replica else self.shared_weights
+        shared = find_shared_weights(self)
         if (training and shared is None) or torch.compiler.is_compiling():
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
+from peft_sel.accumulation import find_shared_weights
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, vector_config
 from peft_sel.errors import DroppedBaseError, MixedBatchError, UnsupportedModuleError
@@ -189,8 +190,7 @@ class SELLinear(SELModule):
     """A torch.nn.Linear whose weight is the effective weight of the active adapters."""
 
     def _run_adapters(self, adapters: list[str], bias: Tensor | None, x: Tensor) -> Tensor:
-        shares = self.shared_weights is not None and not torch.compiler.is_compiling()
-        keeps = self.keeps_weight_for_backward or (shares and not getattr(self, "_is_replica", False))
+        keeps = self.keeps_weight_for_backward or find_shared_weights(self) is not None
         if len(adapters) > 1 or not torch.is_grad_enabled() or keeps:
             return super()._run_adapters(adapters, bias, x)
         return linear(x, bias, *self._fold_inputs(adapters[0]))

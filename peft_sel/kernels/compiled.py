@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbolic_shapes
-from torch import Tensor, nn
+from torch import Tensor
 
 from peft_sel.kernels import fused
-from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, fold_block
+from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, fold_block, is_plain
 from peft_sel.kernels.reference import multiply_residual
-from peft_sel.numerics import compute_dtype
 
 MIN_ELEMENTS = 1 << 16  # below, a call costs more than it saves
 MIN_ROWS, MIN_COLUMNS = 2 * fused.CHUNK_ROWS, 16  # torch.compile treats sizes of 0 and 1 as constants
@@ -35,12 +34,7 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
     """Whether this backend takes a weight: large, float32, dense, no fake tensor, and no scale of pattern lora."""
     rows, columns = raw.shape
     large = raw.numel() >= MIN_ELEMENTS and rows >= MIN_ROWS and columns >= MIN_COLUMNS
-    plain = (
-        type(raw) in (Tensor, nn.Parameter)
-        and (raw.is_contiguous() or raw.T.is_contiguous())
-        and compute_dtype(raw) == torch.float32
-    )
-    return large and plain and spec.can_fuse and not _failed
+    return large and is_plain(raw) and spec.can_fuse and not _failed
 
 
 def pays_off(raw: Tensor) -> bool:

@@ -6,9 +6,15 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peft_sel.numerics import broadcast_parts, combine_factors, effective_weight, effective_weight_gradients
+from peft_sel.numerics import (
+    broadcast_parts,
+    combine_factors,
+    compute_dtype,
+    effective_weight,
+    effective_weight_gradients,
+)
 
 Scales = dict[str, dict[str, Tensor]]
 Factors = dict[str, tuple[Tensor, ...]]
@@ -38,6 +44,12 @@ class WeightSpec(NamedTuple):
     def can_fuse(self) -> bool:
         """Whether one pass can compute the weight: a scale of pattern lora needs matrix products."""
         return all(pattern != "lora" for _, pattern in self.patterns)
+
+
+def is_plain(raw: Tensor) -> bool:
+    """Whether raw is computed in float32, dense, row by row or column by column in memory, and no fake tensor."""
+    lies_in_order = type(raw) in (Tensor, nn.Parameter) and (raw.is_contiguous() or raw.T.is_contiguous())
+    return lies_in_order and compute_dtype(raw) == torch.float32
 
 
 def broadcast_scales(spec: WeightSpec, scales: Scales) -> Factors:

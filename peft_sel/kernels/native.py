@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, broadcast_scales
-from peft_sel.numerics import MODES, SCALE_NAMES, compute_dtype
+from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, broadcast_scales, is_plain
+from peft_sel.numerics import MODES, SCALE_NAMES
 
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILER = ("g++", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-O3", "-march=native")
@@ -81,9 +81,7 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
         and spec.family == "symexp"
         and spec.can_fuse
         and spec.dtype in TYPES
-        and type(raw) in (Tensor, nn.Parameter)
-        and (raw.is_contiguous() or raw.T.is_contiguous())
-        and compute_dtype(raw) == torch.float32
+        and is_plain(raw)
         and raw.numel() > 0
         and (library := load_library()) is not None
         and (spec.dtype != torch.float16 or library.sel_has_float16())

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from peft_sel.errors import ConfigError, ConvergenceError, NonFiniteWeightError, ShiftStartError, SlopeError
 from peft_sel.numerics.damped import solve_damped
-from peft_sel.numerics.lookup import INFINITIES, find_magnitudes, look_up, make_table
+from peft_sel.numerics.lookup import (
+    CPU_BLOCK_ELEMENTS,
+    DEVICE_BLOCK_ELEMENTS,
+    INFINITIES,
+    find_magnitudes,
+    look_up,
+    make_table,
+)
 from peft_sel.numerics.transform import check_beta, check_choice, check_family
 
 INITS = ("exact", "congruent")
-CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step left to do
 MAX_STEPS = 16
 MIN_SLOPE_RATIO = 1.25

@@ -15,7 +15,7 @@ from torch import Tensor
 INFINITIES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # magnitudes from here on are not finite
 SIGN = 1 << 15
 CPU_BLOCK_ELEMENTS = 1 << 15  # fits the cache, and torch runs so few in the calling thread
-DEVICE_BLOCK_ELEMENTS = 1 << 24
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # bounds the temporaries of an accelerator, which wants few large operations
 
 Report = TypeVar("Report")
 
