@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import reference as oracle
@@ -183,62 +180,3 @@ def test_the_weight_of_a_backward_pass_has_the_bits_of_a_fold() -> None:
             scaled = a, b * case.spec.residual_scaling
             native.pull_back(case.spec, torch.randn(SHAPE), case.raw, case.beta, case.scales, names, scaled, weight)
             assert torch.equal(weight, fold(*case))
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of an empty cache, before and after which no library is loaded."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.load_library.cache_clear()
-    yield tmp_path / "peft_sel" / "native"
-    native.load_library.cache_clear()
-
-
-def test_it_is_built_once_per_source(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.load_library() is not None
-    (library,) = cache.iterdir()
-    stamp = library.stat().st_mtime_ns
-    assert native._build(cache) == library and library.stat().st_mtime_ns == stamp
-    other = tmp_path / "other.cpp"
-    other.write_bytes(native.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(native, "SOURCE", other)
-    assert native._build(cache) != library
-
-
-def test_a_damaged_library_is_built_anew(cache: Path) -> None:
-    cache.mkdir(parents=True, mode=0o700)
-    library = native._build(cache)
-    library.write_bytes(library.read_bytes()[:100])
-    assert native.load_library() is not None and library.stat().st_size > 100
-
-
-def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    native._build(cache).write_bytes(b"anything")
-    assert native._find_cache_folder() is None and native.load_library() is not None
-
-
-def test_without_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", fail)
-    assert native.load_library() is not None and not cache.exists()
-
-
-@pytest.mark.parametrize(("compiler", "advice"), [("no-such-compiler", "installing g\\+\\+ cures this"), ("false", "")])
-def test_a_broken_compiler_warns_once_and_changes_nothing(
-    compiler: str, advice: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "COMPILER", (compiler,))
-    case = draw("mismatch", WITHOUT_LORA, SHAPE, torch.float32)
-    with use_backend("reference"):
-        want = fold(*case)
-    with pytest.warns(UserWarning, match=f"the C\\+\\+ kernel does not compile or load here.*{advice}$"):
-        assert torch.equal(fold(*case), want)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(fold(*case), want)
-    assert not list(cache.iterdir())

@@ -1,34 +1,19 @@
-"""Native backend: native.cpp, compiled once for the CPU at hand and kept in the user's cache folder.
+"""Native backend: cpp/transform.cpp on CPUs.
 
 What it computes elementwise has the reference's bits; sums have another order, the same for any number of threads.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import subprocess
-import sys
-import tempfile
-import warnings
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from pathlib import Path
-from typing import Any
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from peft_sel.cpp import load_library
 from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, broadcast_scales, is_plain
 from peft_sel.numerics import MODES, SCALE_NAMES
 
-SOURCE = Path(__file__).with_name("native.cpp")
-COMPILER = ("g++", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-O3", "-march=native")
-# Bits first: no contraction into fused multiply-adds. The other two let rounding and comparisons run on vectors.
-EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-WIDE_VECTORS = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 MIN_PARALLEL_ELEMENTS = 1 << 15
 CHUNK_ROWS, MAX_CHUNKS = 64, 256  # rows of a float32 sum over rows; more of them where there would be too many sums
 
@@ -77,7 +62,6 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
     """Whether this backend takes a weight: on a CPU, float32, dense, of the symexp family, no scale of pattern lora."""
     return (
         raw.device.type == "cpu"
-        and sys.platform == "linux"
         and spec.family == "symexp"
         and spec.can_fuse
         and spec.dtype in TYPES
@@ -88,66 +72,6 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
     )
 
 
-@functools.cache
-def load_library() -> Any:
-    """Return native.cpp as a library, compiled if it was not before; None, with a warning, where that fails."""
-    try:
-        library = _load()
-    except (OSError, subprocess.CalledProcessError) as error:
-        cause = " ".join((getattr(error, "stderr", None) or str(error)).split())[:300]
-        cure = "; installing g++ cures this" if isinstance(error, FileNotFoundError) else ""
-        warnings.warn(
-            f"the C++ kernel does not compile or load here ({cause}); SEL goes on without it, at several times the "
-            f"time per weight{cure}",
-            stacklevel=2,
-        )
-        return None
-    library.sel_fold.argtypes = [POINTER(_Weight), c_void_p, c_int64]
-    library.sel_pull_back.argtypes = [POINTER(_Weight), POINTER(_Gradients)]
-    library.sel_fold.restype = library.sel_pull_back.restype = None
-    return library
-
-
-def _load() -> ctypes.CDLL:
-    folder = _find_cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # what is loaded may be deleted
-            return ctypes.CDLL(str(_build(Path(scratch))))
-    library = _build(folder)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # half of a file, after a power failure
-        library.unlink()
-        return ctypes.CDLL(str(_build(folder)))
-
-
-def _find_cache_folder() -> Path | None:
-    """Return the user's cache folder for this package; None without one that this user alone can write to."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel" / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # read-only, or a user without a home
-        return None
-    status = folder.stat()
-    own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    return folder if own and os.access(folder, os.W_OK) else None
-
-
-def _build(folder: Path) -> Path:
-    """Return the file of the library for this source, compiler line and processor, in a folder of this user's."""
-    command = (*COMPILER, *EXACTNESS, *WIDE_VECTORS)
-    information = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = [line for line in information if line.startswith(("flags", "Features"))][:1] or information
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, processor)).encode()).hexdigest()[:16]
-    library = folder / f"native-{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch, library.name)
-            subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
-            made.replace(library)
-    return library
-
-
 def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
     """Do what reference.fold does; the residual's product is summed in another order."""
     if _is_transposed(raw):
@@ -155,7 +79,7 @@ def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual
         return fold(_swap_patterns(spec), raw.T, beta, swapped, _swap_residual(residual)).T
     inputs = _Inputs(spec, raw, beta, factors, residual)
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
-    load_library().sel_fold(inputs.weight, result.data_ptr(), TYPES[spec.dtype])
+    load_library().sel_fold(byref(inputs.weight), c_void_p(result.data_ptr()), c_int64(TYPES[spec.dtype]))
     return result
 
 
@@ -216,7 +140,7 @@ def pull_back(
         -(-rows // gradients.chunk_rows) * num_sums * columns, dtype=torch.float32, device=raw.device
     )
     gradients.column_sums = column_sums.data_ptr()
-    load_library().sel_pull_back(inputs.weight, gradients)
+    load_library().sel_pull_back(byref(inputs.weight), byref(gradients))
     for parts in sums.values():
         if "value" in parts:
             parts["value"] = parts["value"].sum(0, keepdim=True)
