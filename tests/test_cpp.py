@@ -31,9 +31,10 @@ def test_it_is_built_once_per_version(cache: Path, tmp_path: Path, monkeypatch: 
     (library,) = cache.iterdir()
     stamp = library.stat().st_mtime_ns
     assert cpp._build(cache) == library and library.stat().st_mtime_ns == stamp
-    other = tmp_path / "other.cpp"
-    other.write_bytes(cpp.SOURCES[0].read_bytes() + b"\n")
-    monkeypatch.setattr(cpp, "SOURCES", (other,))
+    other = Path(shutil.copytree(cpp.SOURCES, tmp_path / "sources"))
+    header = next(other.glob("*.h"))
+    header.write_bytes(header.read_bytes() + b"\n")
+    monkeypatch.setattr(cpp, "SOURCES", other)
     assert cpp._build(cache) != library
 
 

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-SOURCES = (Path(__file__).with_name("transform.cpp"),)
+SOURCES = Path(__file__).parent
 COMPILER = ("g++", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-O3", "-march=native")
 # Bits first: no contraction into fused multiply-adds. The other two let rounding and comparisons run on vectors.
 EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -69,17 +69,17 @@ def _find_cache_folder() -> Path | None:
 
 
 def _build(folder: Path) -> Path:
-    """Return the file of the library for these sources, compiler line and processor, in a folder of this user's."""
+    """Return the file of the library for the sources, compiler line and processor, in a folder of this user's."""
     command = (*COMPILER, *EXACTNESS, *WIDE_VECTORS)
     information = Path("/proc/cpuinfo").read_text().splitlines()
     processor = [line for line in information if line.startswith(("flags", "Features"))][:1] or information
-    key = hashlib.sha256(repr(([source.read_bytes() for source in SOURCES], command, processor)).encode()).hexdigest()[
-        :16
-    ]
-    library = folder / f"native-{key}.so"
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    ingredients = ([source.read_bytes() for source in sources], command, processor)
+    library = folder / f"native-{hashlib.sha256(repr(ingredients).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, library.name)
-            subprocess.run([*command, *map(str, SOURCES), "-o", str(made)], check=True, capture_output=True, text=True)
+            compiled = [str(source) for source in sources if source.suffix == ".cpp"]
+            subprocess.run([*command, *compiled, "-o", str(made)], check=True, capture_output=True, text=True)
             made.replace(library)
     return library

@@ -1,21 +1,21 @@
 // The symexp family on a CPU: a fold in one pass, and its gradients with all their row and column sums in one pass.
 //
 // What is elementwise has the bits of numerics/transform.py: the same operations in the same order, which neither
-// contraction nor reordering may touch (-ffp-contract=off, no -ffast-math). Sums are float32 within a tile or a chunk of
-// rows and float64 beyond, in an order that does not depend on the number of threads.
+// contraction nor reordering may touch (-ffp-contract=off, no -ffast-math). Sums are float32 within a tile or a chunk
+// of rows and float64 beyond, in an order that does not depend on the number of threads.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "elementary.h"
+#include "residual.h"
 
 namespace {
 
-constexpr int TILE = 256;       // columns; what a tile needs of every array stays in the first-level cache
 constexpr int NUM_SCALES = 5;   // in the order of numerics.SCALE_NAMES
 enum ScaleName { EXP, LINEAR, INNER, OFFSET, SHIFT };
 enum Pattern { ABSENT, GLOBAL, ROW, COLUMN, ROW_COL_MULT, ROW_COL_ADD };
-enum Path { NO_PATH, MISMATCH, SIGNED };  // how the sign of a weight enters the linear path
 enum Type { FLOAT32, BFLOAT16, FLOAT16 };
 
 }  // namespace
@@ -59,57 +59,6 @@ struct Gradients {
 
 namespace {
 
-inline float power_of_two(int exponent) {  // from -126 on; infinite from 128 on
-    const int32_t bits = (std::min(exponent, 128) + 127) << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline float reduce(float x, int& k) {  // numerics/elementary.py: x = k * ln(2) + r; returns expm1(r)
-    const float rounded = std::nearbyintf(x * 1.4426950408889634f);
-    const float r = (x - rounded * (355.0f / 512.0f)) - rounded * static_cast<float>(0.6931471805599453 - 355.0 / 512.0);
-    float series = r * (1.0f / 5040) + 1.0f / 720;
-    series = series * r + 1.0f / 120;
-    series = series * r + 1.0f / 24;
-    series = series * r + 1.0f / 6;
-    series = series * r + 0.5f;
-    k = rounded == rounded ? static_cast<int>(rounded) : 0;  // NaN is in what is returned
-    return r + r * r * series;
-}
-
-inline float expm1_series(float x) {
-    int k;
-    x = x < -50.0f ? -50.0f : x;
-    x = x > 1000.0f ? 1000.0f : x;
-    const float rest = reduce(x, k);
-    const float inverse = power_of_two(std::max(-k, -127));  // 2^-127 as 0, which 1 swallows as well
-    return power_of_two(k) * (rest + (1.0f - inverse));
-}
-
-inline float exp_series(float x) {
-    int k;
-    x = x < -1000.0f ? -1000.0f : x;
-    x = x > 1000.0f ? 1000.0f : x;
-    const float rest = reduce(x, k);
-    const float scale = k < -126 ? std::ldexp(1.0f, k) : power_of_two(k);
-    return scale * (1.0f + rest);
-}
-
-inline float widen_bfloat16(uint16_t half) {
-    const uint32_t bits = static_cast<uint32_t>(half) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint16_t round_to_bfloat16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
-}
-
 void load(const void* values, int64_t type, int64_t first, int width, float* __restrict out) {
     if (type == FLOAT32) {
         const float* from = static_cast<const float*>(values) + first;
@@ -151,12 +100,16 @@ struct Line {
     alignas(64) float sign[TILE];
     alignas(64) float magnitude[TILE];
     alignas(64) float linear[TILE];  // the linear scale with the sign of its path
+    alignas(64) float inside[TILE];  // the effective weight but for the sign, the division by m, and the residual
 };
 
-Path path_of(const Weight& weight) {
-    if (weight.mode == 3 || weight.scales[LINEAR].pattern == ABSENT) return NO_PATH;
-    return weight.mode == 0 ? MISMATCH : SIGNED;
+// Tiles of about one width, all but the last of whole vectors: a narrow one would cost as much as a wide one.
+int64_t choose_tile(int64_t columns) {
+    const int64_t num_tiles = (columns + TILE - 1) / TILE, width = (columns + num_tiles - 1) / num_tiles;
+    return (width + 15) / 16 * 16;
 }
+
+bool has_path(const Weight& weight) { return weight.mode != 3 && weight.scales[LINEAR].pattern != ABSENT; }
 
 void expand(const Scale& scale, int64_t i, int64_t start, int width, float absent, float* __restrict out) {
     const float* column = scale.column + start;
@@ -173,112 +126,116 @@ void expand(const Scale& scale, int64_t i, int64_t start, int width, float absen
     }
 }
 
-// Fills a line with all that value and gradients have in common.
-void evaluate(const Weight& weight, int64_t i, int64_t start, int width, Line& line) {
-    const float fills[NUM_SCALES] = {0, 0, 1, 0, 0};
-    for (int s = 0; s < NUM_SCALES; ++s) expand(weight.scales[s], i, start, width, fills[s], line.scale[s]);
-    const float* raw = weight.raw + i * weight.columns + start;
-    const float beta = weight.beta;
-    if (weight.scales[OFFSET].pattern == ABSENT) {
-        std::fill(line.decay, line.decay + width, 1.0f);
-    } else {
-        for (int j = 0; j < width; ++j) line.decay[j] = exp_series(-line.scale[OFFSET][j]);
-    }
+template <bool HAS_PATH, bool IS_SHIFTED>
+void evaluate(const Weight& weight, const float* raw, int width, Line& line) {
+    const float beta = weight.beta, flip = weight.mode == 2 ? -1.0f : 1.0f;
+    const bool is_mismatch = weight.mode == 0;
 #pragma omp simd
     for (int j = 0; j < width; ++j) {
         const float sign = std::copysign(1.0f, raw[j]);
         const float magnitude = sign * raw[j];
-        const float growth = expm1_series(beta * line.scale[INNER][j] * magnitude + line.scale[SHIFT][j]);
+        const float exponent = beta * line.scale[INNER][j] * magnitude;
+        const float growth = IS_SHIFTED ? line.decay[j] * expm1_series(exponent + line.scale[SHIFT][j])
+                                        : expm1_series(exponent);
         line.sign[j] = sign;
         line.magnitude[j] = magnitude;
-        line.growth[j] = line.decay[j] * growth;
-        line.rise[j] = line.growth[j] + line.decay[j];
-    }
-    const Path path = path_of(weight);
-    const float sign = weight.mode == 2 ? -1.0f : 1.0f;
-    for (int j = 0; j < width; ++j) line.linear[j] = (path == MISMATCH ? line.sign[j] : sign) * line.scale[LINEAR][j];
-}
-
-template <bool WITH_LINEAR>
-void combine(const Weight& weight, int width, const Line& line, float* inside) {
-#pragma omp simd
-    for (int j = 0; j < width; ++j) {
-        inside[j] = line.scale[EXP][j] * line.growth[j];
-        if (WITH_LINEAR) inside[j] = inside[j] + line.magnitude[j] * line.linear[j];
+        line.growth[j] = growth;
+        line.rise[j] = growth + (IS_SHIFTED ? line.decay[j] : 1.0f);
+        float inside = line.scale[EXP][j] * growth;
+        if (HAS_PATH) {
+            const float linear = (is_mismatch ? sign : flip) * line.scale[LINEAR][j];
+            line.linear[j] = linear;
+            inside = inside + magnitude * linear;
+        }
+        line.inside[j] = inside;
     }
 }
 
-void combine(const Weight& weight, int width, const Line& line, float* inside) {
-    path_of(weight) == NO_PATH ? combine<false>(weight, width, line, inside)
-                               : combine<true>(weight, width, line, inside);
+// Fills a line with all that value and gradients have in common.
+void evaluate(const Weight& weight, int64_t i, int64_t start, int width, Line& line) {
+    const bool is_shifted = weight.scales[OFFSET].pattern != ABSENT || weight.scales[SHIFT].pattern != ABSENT;
+    const float fills[NUM_SCALES] = {0, 0, 1, 0, 0};
+    for (int s = 0; s < (is_shifted ? NUM_SCALES : OFFSET); ++s) {
+        expand(weight.scales[s], i, start, width, fills[s], line.scale[s]);
+    }
+    for (int j = 0; is_shifted && j < width; ++j) line.decay[j] = exp_series(-line.scale[OFFSET][j]);
+    const auto call = has_path(weight) ? (is_shifted ? evaluate<true, true> : evaluate<true, false>)
+                                       : (is_shifted ? evaluate<false, true> : evaluate<false, false>);
+    call(weight, weight.raw + i * weight.columns + start, width, line);
 }
 
-float dot(const float* one, const float* other, int width) {
+// Sums may round once where they would round twice; what is elementwise may not.
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")
+
+struct Ones {
+    float values[TILE];
+    Ones() { std::fill(values, values + TILE, 1.0f); }
+};
+
+const Ones ones;
+
+// The gradient of an expanded scale, for one element.
+template <int NAME, bool NORMALIZE>
+inline float differentiate(const Weight& weight, const Line& line, int j) {
+    const float grad = line.grad[j], signed_grad = grad * line.sign[j];
+    switch (NAME) {
+        case EXP: return signed_grad * line.growth[j];
+        case LINEAR: {
+            const float flip = weight.mode == 3 ? 0.0f : weight.mode == 2 ? -1.0f : 1.0f;
+            return (weight.mode == 0 ? grad : signed_grad) * (flip * line.magnitude[j]);
+        }
+        case OFFSET: return -signed_grad * line.scale[EXP][j] * line.growth[j];
+        case SHIFT: return signed_grad * line.scale[EXP][j] * line.rise[j];
+        default: {
+            const float slope = signed_grad * line.scale[EXP][j] * line.rise[j] * (weight.beta * line.magnitude[j]);
+            return NORMALIZE ? slope - signed_grad * line.inside[j] / line.scale[INNER][j] : slope;
+        }
+    }
+}
+
+// Adds the gradients of a scale on a line, times what they multiply, to the sum of the row and to those of the columns.
+template <int NAME, bool NORMALIZE, bool SUMS_COLUMNS>
+float add_gradients(const Weight& weight, const Line& line, const float* column, float row, int width, float* sums) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < width; ++j) sum += one[j] * other[j];
+    for (int j = 0; j < width; ++j) {
+        const float gradient = differentiate<NAME, NORMALIZE>(weight, line, j);
+        sum += gradient * column[j];
+        if (SUMS_COLUMNS) sums[j] += gradient * row;
+    }
     return sum;
 }
 
-void add_product(const float* values, float factor, int width, float* sums) {
-#pragma omp simd
-    for (int j = 0; j < width; ++j) sums[j] += factor * values[j];
+template <int NAME>
+void pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width, const Line& line,
+                     float* column_sums) {
+    const Scale& scale = weight.scales[NAME];
+    const bool is_product = scale.pattern == ROW_COL_MULT;
+    const float* column = is_product ? scale.column + start : ones.values;
+    const float row = is_product ? scale.row[i] : 1.0f;
+    const auto add = NAME == INNER && weight.normalize
+                         ? (out.column[NAME] ? add_gradients<NAME, true, true> : add_gradients<NAME, true, false>)
+                         : (out.column[NAME] ? add_gradients<NAME, false, true> : add_gradients<NAME, false, false>);
+    const float sum = add(weight, line, column, row, width, column_sums);
+    if (out.row[NAME]) out.row[NAME][i] += sum;
 }
+
+#pragma GCC pop_options
 
 // Stores the effective weights of an evaluated line.
 void store_line(const Weight& weight, int64_t i, int64_t start, int width, const Line& line, void* out, int64_t type) {
     alignas(64) float value[TILE];
-    combine(weight, width, line, value);
-    if (weight.normalize) {
-        for (int j = 0; j < width; ++j) value[j] = value[j] / line.scale[INNER][j];
+    for (int j = 0; j < width; ++j) {
+        value[j] = line.sign[j] * (weight.normalize ? line.inside[j] / line.scale[INNER][j] : line.inside[j]);
     }
-    for (int j = 0; j < width; ++j) value[j] = line.sign[j] * value[j];
     const int64_t first = i * weight.columns + start;
     if (weight.rank > 0) {
-        alignas(64) float delta[TILE] = {};
-        for (int64_t k = 0; k < weight.rank; ++k) {
-            add_product(weight.a + k * weight.columns + start, weight.b[i * weight.rank + k], width, delta);
-        }
+        alignas(64) float delta[TILE];
+        multiply_residual(weight.a + start, weight.columns, weight.b + i * weight.rank, weight.rank, width, delta);
         for (int j = 0; j < width; ++j) value[j] = delta[j] == 0 ? value[j] : value[j] + delta[j];  // keeps -0.0
     }
     store(value, type, first, width, out);
-}
-
-// The gradient of one expanded scale, elementwise.
-void differentiate(const Weight& weight, int name, int width, const Line& line, float* out) {
-    const float* sign = line.sign;
-    const float beta = weight.beta;
-    switch (name) {
-        case EXP:
-            for (int j = 0; j < width; ++j) out[j] = line.grad[j] * sign[j] * line.growth[j];
-            break;
-        case LINEAR: {
-            const float flip = weight.mode == 2 ? -1.0f : 1.0f;
-            const bool mismatch = weight.mode == 0;
-            if (weight.mode == 3) std::fill(out, out + width, 0.0f);
-            else for (int j = 0; j < width; ++j) {
-                out[j] = (mismatch ? line.grad[j] : line.grad[j] * sign[j]) * (flip * line.magnitude[j]);
-            }
-            break;
-        }
-        case INNER:
-            for (int j = 0; j < width; ++j) {
-                out[j] = line.grad[j] * sign[j] * line.scale[EXP][j] * line.rise[j] * (beta * line.magnitude[j]);
-            }
-            if (weight.normalize) {
-                alignas(64) float total[TILE];
-                combine(weight, width, line, total);
-                for (int j = 0; j < width; ++j) {
-                    out[j] = out[j] - line.grad[j] * sign[j] * total[j] / line.scale[INNER][j];
-                }
-            }
-            break;
-        case OFFSET:
-            for (int j = 0; j < width; ++j) out[j] = -(line.grad[j] * sign[j]) * line.scale[EXP][j] * line.growth[j];
-            break;
-        default:
-            for (int j = 0; j < width; ++j) out[j] = line.grad[j] * sign[j] * line.scale[EXP][j] * line.rise[j];
-    }
 }
 
 // Where the sums over the rows of one chunk go: (number of column sums, columns) of float32.
@@ -296,74 +253,47 @@ ColumnSums plan(const Weight& weight, const Gradients& out) {
     return sums;
 }
 
-// Adds what a line of a gradient gives to column sums of A's gradient and to a row of B's; four ranks read it at once.
-void pull_back_residual(const Weight& weight, const float* grad, int64_t i, int64_t start, int width, float* a_sums,
-                        double* b_grad) {
-    const int64_t columns = weight.columns, rank = weight.rank;
-    const float* b = weight.b + i * rank;
-    int64_t k = 0;
-    for (; k + 4 <= rank; k += 4) {
-        const float *a0 = weight.a + k * columns + start, *a1 = a0 + columns, *a2 = a1 + columns, *a3 = a2 + columns;
-        float *to0 = a_sums + k * columns, *to1 = to0 + columns, *to2 = to1 + columns, *to3 = to2 + columns;
-        const float b0 = b[k], b1 = b[k + 1], b2 = b[k + 2], b3 = b[k + 3];
-        float sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;
-#pragma omp simd reduction(+ : sum0, sum1, sum2, sum3)
-        for (int j = 0; j < width; ++j) {
-            sum0 += grad[j] * a0[j];
-            sum1 += grad[j] * a1[j];
-            sum2 += grad[j] * a2[j];
-            sum3 += grad[j] * a3[j];
-            to0[j] += grad[j] * b0;
-            to1[j] += grad[j] * b1;
-            to2[j] += grad[j] * b2;
-            to3[j] += grad[j] * b3;
-        }
-        b_grad[k] += sum0;
-        b_grad[k + 1] += sum1;
-        b_grad[k + 2] += sum2;
-        b_grad[k + 3] += sum3;
-    }
-    for (; k < rank; ++k) {
-        b_grad[k] += dot(grad, weight.a + k * columns + start, width);
-        add_product(grad, b[k], width, a_sums + k * columns);
-    }
-}
-
-void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums& sums, int64_t i, int64_t start,
-                    int width, Line& line, float* column_sums) {
-    alignas(64) float terms[TILE];
-    alignas(64) float ones[TILE];
+void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums& sums, const float* grad, int64_t i,
+                    int64_t start, int width, Line& line, float* column_sums) {
     const int64_t first = i * weight.columns + start;
     evaluate(weight, i, start, width, line);
     if (out.weight) store_line(weight, i, start, width, line, out.weight, out.weight_type);
-    load(out.grad, out.grad_type, first, width, line.grad);
-    if (out.a_grad) {
-        float* a_sums = column_sums + sums.residual * weight.columns + start;
-        pull_back_residual(weight, line.grad, i, start, width, a_sums, out.b_grad + i * weight.rank);
-    }
+    std::copy(grad, grad + width, line.grad);
     if (weight.normalize) {
         for (int j = 0; j < width; ++j) line.grad[j] = line.grad[j] / line.scale[INNER][j];
     }
     if (out.raw) {
-        const bool has_path = path_of(weight) != NO_PATH;
+        const bool with_path = has_path(weight);
         float* raw_grad = out.raw + first;
 #pragma omp simd
         for (int j = 0; j < width; ++j) {
             const float slope = line.scale[EXP][j] * (weight.beta * line.scale[INNER][j]) * line.rise[j];
-            raw_grad[j] = line.grad[j] * (has_path ? slope + line.linear[j] : slope);
+            raw_grad[j] = line.grad[j] * (with_path ? slope + line.linear[j] : slope);
         }
     }
-    std::fill(ones, ones + width, 1.0f);
+    const decltype(&pull_back_scale<0>) pull_back[NUM_SCALES] = {pull_back_scale<EXP>, pull_back_scale<LINEAR>,
+                                                                 pull_back_scale<INNER>, pull_back_scale<OFFSET>,
+                                                                 pull_back_scale<SHIFT>};
     for (int s = 0; s < NUM_SCALES; ++s) {
         if (!out.row[s] && !out.column[s]) continue;
-        const Scale& scale = weight.scales[s];
-        const bool is_product = scale.pattern == ROW_COL_MULT;
-        differentiate(weight, s, width, line, terms);
-        if (out.row[s]) out.row[s][i] += dot(terms, is_product ? scale.column + start : ones, width);
-        if (out.column[s]) {
-            float* to = column_sums + sums.index[s] * weight.columns + start;
-            add_product(terms, is_product ? scale.row[i] : 1.0f, width, to);
-        }
+        float* to = out.column[s] ? column_sums + sums.index[s] * weight.columns + start : nullptr;
+        pull_back[s](weight, out, i, start, width, line, to);
+    }
+}
+
+template <int ROWS>
+void pull_back_rows(const Weight& weight, const Gradients& out, const ColumnSums& sums, int64_t i, int64_t start,
+                    int width, Line& line, float* column_sums) {
+    alignas(64) float grads[ROWS][TILE];
+    for (int row = 0; row < ROWS; ++row) {
+        load(out.grad, out.grad_type, (i + row) * weight.columns + start, width, grads[row]);
+        pull_back_line(weight, out, sums, grads[row], i + row, start, width, line, column_sums);
+    }
+    if (out.a_grad) {
+        float* a_sums = column_sums + sums.residual * weight.columns + start;
+        const int64_t first = i * weight.rank;
+        pull_back_residual<ROWS>(grads, weight.a + start, weight.columns, weight.b + first, weight.rank, width, a_sums,
+                                 out.b_grad + first);
     }
 }
 
@@ -372,13 +302,14 @@ void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums
 extern "C" {
 
 void sel_fold(const Weight* weight, void* out, int64_t type) {
+    const int64_t tile = choose_tile(weight->columns);
 #pragma omp parallel num_threads(weight->num_threads)
     {
         Line line;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < weight->rows; ++i) {
-            for (int64_t start = 0; start < weight->columns; start += TILE) {
-                const int width = static_cast<int>(std::min<int64_t>(TILE, weight->columns - start));
+            for (int64_t start = 0; start < weight->columns; start += tile) {
+                const int width = static_cast<int>(std::min(tile, weight->columns - start));
                 evaluate(*weight, i, start, width, line);
                 store_line(*weight, i, start, width, line, out, type);
             }
@@ -389,6 +320,7 @@ void sel_fold(const Weight* weight, void* out, int64_t type) {
 void sel_pull_back(const Weight* weight, const Gradients* out) {
     const ColumnSums sums = plan(*weight, *out);
     const int64_t rows = weight->rows, columns = weight->columns, stride = sums.count * columns;
+    const int64_t tile = choose_tile(columns);
     const int64_t num_chunks = (rows + out->chunk_rows - 1) / out->chunk_rows;
 #pragma omp parallel num_threads(weight->num_threads)
     {
@@ -398,23 +330,27 @@ void sel_pull_back(const Weight* weight, const Gradients* out) {
             float* const own = out->column_sums + chunk * stride;
             const int64_t stop = std::min<int64_t>(rows, (chunk + 1) * out->chunk_rows);
             std::fill(own, own + stride, 0.0f);
-            for (int64_t start = 0; start < columns; start += TILE) {
-                const int width = static_cast<int>(std::min<int64_t>(TILE, columns - start));
-                for (int64_t i = chunk * out->chunk_rows; i < stop; ++i) {
-                    pull_back_line(*weight, *out, sums, i, start, width, line, own);
-                }
+            for (int64_t start = 0; start < columns; start += tile) {
+                const int width = static_cast<int>(std::min(tile, columns - start));
+                int64_t i = chunk * out->chunk_rows;
+                for (; i + 4 <= stop; i += 4) pull_back_rows<4>(*weight, *out, sums, i, start, width, line, own);
+                for (; i < stop; ++i) pull_back_rows<1>(*weight, *out, sums, i, start, width, line, own);
             }
         }
 #pragma omp for schedule(static)
-        for (int64_t j = 0; j < columns; ++j) {
-            for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-                const float* const own = out->column_sums + chunk * stride + j;
-                for (int s = 0; s < NUM_SCALES; ++s) {
-                    if (out->column[s]) out->column[s][j] += own[sums.index[s] * columns];
+        for (int64_t start = 0; start < columns; start += TILE) {
+            const int64_t stop = std::min(columns, start + TILE);
+            const auto add_chunks = [&](int index, double* total) {
+                for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+                    const float* own = out->column_sums + chunk * stride + index * columns;
+                    for (int64_t j = start; j < stop; ++j) total[j] += own[j];
                 }
-                for (int64_t k = 0; out->a_grad && k < weight->rank; ++k) {
-                    out->a_grad[k * columns + j] += own[(sums.residual + k) * columns];
-                }
+            };
+            for (int s = 0; s < NUM_SCALES; ++s) {
+                if (out->column[s]) add_chunks(sums.index[s], out->column[s]);
+            }
+            for (int k = 0; out->a_grad && k < weight->rank; ++k) {
+                add_chunks(sums.residual + k, out->a_grad + k * columns);
             }
         }
     }
