@@ -115,36 +115,35 @@ def pull_back(
     inputs = _Inputs(spec, raw, beta, broadcast_scales(spec, scales), residual)
     rows, columns, rank = inputs.weight.rows, inputs.weight.columns, inputs.weight.rank
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=raw.device)
-
     known = grad.dtype in TYPES and (grad.dtype != torch.float16 or load_library().sel_has_float16())
     grad = grad.to(grad.dtype if known else torch.float32).expand(raw.shape).contiguous()
     raw_grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device) if "raw" in names else None
     gradients = _Gradients(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
     gradients.raw = None if raw_grad is None else raw_grad.data_ptr()
-    sums: Scales = {}
-    for name in (name for name, _ in spec.patterns if name in names):
-        sums[name] = {part: zeros(columns if part == "column" else rows) for part in scales[name]}
-        for part, total in sums[name].items():
-            side = gradients.column if part == "column" else gradients.row
-            side[SCALE_NAMES.index(name)] = total.data_ptr()
-    a_grad, b_grad = zeros(rank, columns), zeros(rows, rank)
+    trained = [(name, part) for name, _ in spec.patterns if name in names for part in scales[name]]
+    lengths = [columns if part == "column" else rows for _, part in trained]
+    totals = torch.zeros(sum(lengths) + rank * (rows + columns), dtype=torch.float64, device=raw.device)
+    address = totals.data_ptr()
+    for (name, part), length in zip(trained, lengths, strict=True):
+        side = gradients.column if part == "column" else gradients.row
+        side[SCALE_NAMES.index(name)] = address
+        address += length * totals.itemsize
     if rank > 0:
-        gradients.a_grad, gradients.b_grad = a_grad.data_ptr(), b_grad.data_ptr()
+        gradients.a_grad, gradients.b_grad = address, address + rank * columns * totals.itemsize
     if weight is not None:
         gradients.weight, gradients.weight_type = weight.data_ptr(), TYPES[spec.dtype]
     gradients.chunk_rows = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS))
-    num_sums = rank + sum("column" in parts for parts in sums.values())
+    num_sums = rank + sum(part == "column" for _, part in trained)
     column_sums = torch.empty(
         -(-rows // gradients.chunk_rows) * num_sums * columns, dtype=torch.float32, device=raw.device
     )
     gradients.column_sums = column_sums.data_ptr()
     load_library().sel_pull_back(byref(inputs.weight), byref(gradients))
-    for parts in sums.values():
-        if "value" in parts:
-            parts["value"] = parts["value"].sum(0, keepdim=True)
-    return raw_grad, sums, None if residual is None else (a_grad, b_grad)
+    *sums, a_grad, b_grad = totals.to(torch.float32).split([*lengths, rank * columns, rows * rank])
+    grads: Scales = {}
+    for (name, part), total in zip(trained, sums, strict=True):
+        grads.setdefault(name, {})[part] = total.sum(0, keepdim=True, dtype=torch.float64) if part == "value" else total
+    return raw_grad, grads, None if residual is None else (a_grad.view(rank, columns), b_grad.view(rows, rank))
 
 
 class _Inputs:
