@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-SOURCES = (Path(__file__).with_name("transform.cpp"),)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("transform.cpp", "inversion.cpp"))
 COMPILER = ("g++", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-O3", "-march=native")
 # Bits first: no contraction into fused multiply-adds. The other two let rounding and comparisons run on vectors.
 EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
