@@ -246,7 +246,8 @@ def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: Coefficients, rule
             x, steps, residual = solve_damped(block.abs().to(torch.float64), *own)
         else:
             if rule == "mismatch":
-                own = own._replace(linear=own.linear * torch.copysign(torch.ones_like(block), block))
+                # A number and a float32 block would make float32.
+                own = own._replace(linear=torch.copysign(own.linear, block.to(torch.float64)))
             elif rule == "oppose":
                 own = own._replace(linear=-own.linear)
             x, steps, residual = solve(block.abs(), own, raw.dtype)
