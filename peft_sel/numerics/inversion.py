@@ -107,8 +107,9 @@ def invert_weight(
 
     The solve runs in float64 on the float32 values of beta and the scales that the forward pass uses, so a bf16 or fp16
     weight comes back bit for bit when the effective weight is cast to its dtype. Works block by block: in C++ on a CPU
-    where there is a compiler, unless weight is float64; elsewhere in torch, by rows. A bf16 or fp16 weight whose scales are single numbers is looked up in a table of all values between its smallest and its
-    largest, unless it has fewer elements than that; the report is then that of the table.
+    where there is a compiler, unless weight is float64; elsewhere in torch, by rows. A bf16 or fp16 weight whose scales
+    are single numbers is looked up in a table of all values between its smallest and its largest, unless it has fewer
+    elements than that; the report is then that of the table.
 
     Args:
         weight: W, any shape, any float dtype, finite.
