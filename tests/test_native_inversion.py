@@ -54,7 +54,7 @@ def heavy_tailed(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def draw_scales(beta: float, shape: tuple[int, ...], patterns: str) -> list[torch.Tensor]:
-    """[e, l, m, n] around their starts, each (g)lobal, a (r)ow, a (c)olumn or the (p)roduct of both."""
+    """[e, l, m, n] around their starts, of each pattern: global, a row, a column, or p for their product."""
     first, last = (*shape[:1], *(1,) * (len(shape) - 1)), shape[-1:]
 
     def spread(size: tuple[int, ...]) -> torch.Tensor:
