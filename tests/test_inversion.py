@@ -12,11 +12,17 @@ import reference
 import torch
 
 from peft_sel.errors import SELError
-from peft_sel.numerics import InversionReport, effective_weight, invert_weight
+from peft_sel.numerics import InversionReport, effective_weight, invert_weight, newton
 
 BETAS = (1.6, 7.5, 12.0, 20.0, 60.0)
 INVERTIBLE = ("congruent", "mismatch", "oppose", "exp_only")
 MAX_STEPS = 5  # the bound, with SPEC.md's starting scales
+
+
+@pytest.fixture(autouse=True, params=["with the library", "torch alone"])
+def solver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch alone":
+        monkeypatch.setattr(newton, "load_library", lambda: None)
 
 
 def start_scales(beta: float, dtype: torch.dtype = torch.float32, offset: float = 0.0, multiplier: float = 1.0) -> list:

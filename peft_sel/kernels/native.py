@@ -140,10 +140,11 @@ def pull_back(
     gradients.column_sums = column_sums.data_ptr()
     load_library().sel_pull_back(byref(inputs.weight), byref(gradients))
     *sums, a_grad, b_grad = totals.to(torch.float32).split([*lengths, rank * columns, rows * rank])
-    grads: Scales = {}
+    scale_grads: Scales = {}
     for (name, part), total in zip(trained, sums, strict=True):
-        grads.setdefault(name, {})[part] = total.sum(0, keepdim=True, dtype=torch.float64) if part == "value" else total
-    return raw_grad, grads, None if residual is None else (a_grad.view(rank, columns), b_grad.view(rows, rank))
+        total = total.sum(0, keepdim=True, dtype=torch.float64) if part == "value" else total
+        scale_grads.setdefault(name, {})[part] = total
+    return raw_grad, scale_grads, None if residual is None else (a_grad.view(rank, columns), b_grad.view(rows, rank))
 
 
 class _Inputs:

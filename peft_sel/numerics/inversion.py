@@ -18,13 +18,11 @@ from peft_sel.numerics.lookup import (
     look_up,
     make_table,
 )
+from peft_sel.numerics.newton import MAX_RESIDUAL, Coefficients, find_library, relative_error, solve, solve_in_place
 from peft_sel.numerics.transform import check_beta, check_choice, check_family
 
 INITS = ("exact", "congruent")
-FLOAT32_STEPS = 2  # bring x within about 1e-7, so that float64 has one step left to do
-MAX_STEPS = 16
 MIN_SLOPE_RATIO = 1.25
-MAX_RESIDUAL = 1e-10
 MIN_DAMPED_CURVATURE = 1.25  # of exp_only, which is bounded at 1 and below
 
 
@@ -42,78 +40,33 @@ class InversionReport(NamedTuple):
     converged: bool
 
 
-class _Coefficients(NamedTuple):
-    """q, b and lam of h(x) = q * expm1(b * x) + lam * x, and the offset that is in q, in one dtype."""
-
-    growth: Tensor
-    curvature: Tensor
-    linear: Tensor
-    offset: Tensor
-
-    def to(self, dtype: torch.dtype) -> _Coefficients:
-        return _Coefficients(*(tensor.to(dtype) for tensor in self))
+def _bounds(tensor: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value, in one pass; NaN where the tensor holds one, 1 where it is empty."""
+    if tensor.numel() == 0:
+        return 1.0, 1.0
+    low, high = torch.aminmax(tensor.detach())
+    return float(low), float(high)
 
 
-def _newton_step(x: Tensor, target: Tensor, coefficients: _Coefficients) -> tuple[Tensor, Tensor]:
-    """Return (next x, step): one Newton step on h(x) = target, kept at x >= 0."""
-    q, b, lam, _ = coefficients
-    growth = torch.expm1(b * x)
-    step = (q * growth + lam * x - target) / (q * b * (growth + 1) + lam)
-    return (x - step).clamp_min_(0), step
-
-
-def _solve(target: Tensor, coefficients: _Coefficients, out_dtype: torch.dtype) -> tuple[Tensor, int, float]:
-    """Solve h(x) = target >= 0 in float64; return (x, steps, largest relative residual)."""
-    double = target.to(torch.float64)
-    if not bool(coefficients.linear.any()):
-        x = torch.log1p(double / coefficients.growth) / coefficients.curvature
-        return x, 0, _max_relative_residual(x, double, coefficients)
-    # Right in slope at 0 and in growth at infinity: from here 2 to 4 steps do, wherever the weight lies.
-    start_dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
-    y, single = target.to(start_dtype), coefficients.to(start_dtype)
-    x = torch.log1p(y * (single.curvature / (single.growth * single.curvature + single.linear))) / single.curvature
-    num_steps = 0
-    if start_dtype == torch.float32:
-        for _ in range(FLOAT32_STEPS):
-            x, _ = _newton_step(x, y, single)
-        x, num_steps = x.to(torch.float64), FLOAT32_STEPS
-    last_step = 1e-8 if out_dtype == torch.float64 else 1e-6  # Newton squares it
-    residual = math.inf
-    while num_steps < MAX_STEPS and not residual <= MAX_RESIDUAL:
-        x, step = _newton_step(x, double, coefficients)
-        num_steps += 1
-        if bool((step.abs_() <= last_step * x).all()):
-            residual = _max_relative_residual(x, double, coefficients)
-    return x, num_steps, residual
-
-
-def _max_relative_residual(x: Tensor, target: Tensor, coefficients: _Coefficients) -> float:
-    q, b, lam, _ = coefficients
-    return _relative_error(q * torch.expm1(b * x) + lam * x, target)
-
-
-def _relative_error(reached: Tensor, target: Tensor) -> float:
-    return float(((reached - target).abs_() / torch.where(target == 0, 1.0, target)).max())
-
-
-def _solve_sinh(target: Tensor, coefficients: _Coefficients) -> tuple[Tensor, int, float]:
-    """Solve q * sinh(b * x) = target >= 0, as _solve does its equation."""
+def _solve_sinh(target: Tensor, coefficients: Coefficients) -> tuple[Tensor, int, float]:
+    """Solve q * sinh(b * x) = target >= 0, as solve does its equation."""
     double = target.to(torch.float64)
     x = torch.asinh(double / coefficients.growth) / coefficients.curvature
-    return x, 0, _relative_error(coefficients.growth * torch.sinh(coefficients.curvature * x), double)
+    return x, 0, relative_error(coefficients.growth * torch.sinh(coefficients.curvature * x), double)
 
 
-def _check_slope(name: str, mode: str, coefficients: _Coefficients) -> None:
+def _check_slope(name: str, mode: str, coefficients: Coefficients) -> None:
     """Refuse branches with a negative linear path whose starting slope is below 1.25 times that path."""
-    slope = coefficients.growth * coefficients.curvature
-    margin = slope - MIN_SLOPE_RATIO * coefficients.linear
+    slope, linear = coefficients.growth * coefficients.curvature, coefficients.linear
+    if _bounds(slope)[0] >= MIN_SLOPE_RATIO * _bounds(linear)[1]:
+        return  # without a comparison for each weight
+    margin = slope - MIN_SLOPE_RATIO * linear
     if bool((margin < -1e-6 * slope).any()):  # 1e-6: the slope of float32 scales is exact to a few ulp only
         worst = int(margin.argmin())
-        linear = coefficients.linear.expand(margin.shape).reshape(-1)[worst]
-        raise SlopeError(name, mode, float(slope.expand(margin.shape).reshape(-1)[worst]), float(linear))
+        raise SlopeError(name, mode, *(float(t.expand(margin.shape).reshape(-1)[worst]) for t in (slope, linear)))
 
 
-def _check_damped(name: str, rule: str, coefficients: _Coefficients) -> None:
+def _check_damped(name: str, rule: str, coefficients: Coefficients) -> None:
     """Refuse an offset that is not positive, and curvatures at which the map without a linear path turns around."""
     if not bool((coefficients.offset > 0).all()):
         raise ConfigError(
@@ -153,9 +106,10 @@ def invert_weight(
     """Find the raw weight that maps to a given weight (9.0.0.2): the right inverse of effective_weight.
 
     The solve runs in float64 on the float32 values of beta and the scales that the forward pass uses, so a bf16 or fp16
-    weight comes back bit for bit when the effective weight is cast to its dtype. Works block by block of rows. A bf16
-    or fp16 weight whose scales are single numbers is looked up in a table of all values between its smallest and its
-    largest, unless it has fewer elements than that; the report is then that of the table.
+    weight comes back bit for bit when the effective weight is cast to its dtype. Works block by block: in C++ on a CPU
+    where there is a compiler, unless weight is float64; elsewhere in torch, by rows. A bf16 or fp16 weight whose scales
+    are single numbers is looked up in a table of all values between its smallest and its largest, unless it has fewer
+    elements than that; the report is then that of the table.
 
     Args:
         weight: W, any shape, any float dtype, finite.
@@ -195,8 +149,11 @@ def invert_weight(
     check_choice("init", init, INITS)
     check_beta(float(beta))
     magnitudes = find_magnitudes(weight) if weight.dtype in INFINITIES else None
-    largest_bits = None if magnitudes is None else magnitudes.stop - 1
-    if not (torch.isfinite(weight).all() if largest_bits is None else largest_bits < INFINITIES[weight.dtype]):
+    if magnitudes is None:
+        is_finite = all(map(math.isfinite, _bounds(weight)))
+    else:
+        is_finite = magnitudes.stop <= INFINITIES[weight.dtype]
+    if not is_finite:
         raise NonFiniteWeightError(name, int((~torch.isfinite(weight)).sum()))
     if shift is not None and bool((shift != 0).any()):
         raise ShiftStartError(name)
@@ -215,16 +172,16 @@ def invert_weight(
     if rule in ("mismatch", "oppose"):
         _check_slope(name, mode, coefficients)
 
-    def solve(values: Tensor) -> tuple[Tensor, InversionReport]:
+    def invert(values: Tensor) -> tuple[Tensor, InversionReport]:
         raw = torch.empty_like(values, dtype=out_dtype, memory_format=torch.contiguous_format, requires_grad=False)
         return raw, _invert_blocks(values, raw, coefficients, rule, family)
 
     is_uniform = all(tensor.numel() == 1 for tensor in coefficients)
     if magnitudes is not None and is_uniform and weight.numel() > 2 * len(magnitudes):
-        table, report = make_table(magnitudes, weight.dtype, weight.device, solve)
+        table, report = make_table(magnitudes, weight.dtype, weight.device, invert)
         if report.converged:  # else it may be at a value that the weight lacks
             return look_up(weight.detach().contiguous(), table), report
-    raw, report = solve(weight.detach())
+    raw, report = invert(weight.detach())
     if not report.converged:
         raise ConvergenceError(name, report.num_steps, report.max_relative_residual)
     return raw, report
@@ -239,7 +196,7 @@ def _start_coefficients(
     rule: str,
     forward_dtype: torch.dtype,
     device: torch.device,
-) -> _Coefficients:
+) -> Coefficients:
     """Return q, b and l >= 0 in float64 from the values that the forward pass uses, after checking their signs."""
 
     def double(value: Tensor | float) -> Tensor:
@@ -250,45 +207,51 @@ def _start_coefficients(
         ("linear_scale", linear_scale, False),
         ("inner_multiplier", inner_multiplier, True),
     ):
-        if scale is not None and not bool((torch.isfinite(scale) & (scale > 0 if positive else scale >= 0)).all()):
+        low, high = (1.0, 1.0) if scale is None else _bounds(scale)
+        if not (low > 0 if positive else low >= 0) or high == math.inf:
             requirement = "above 0" if positive else "at 0 or above"
-            raise ConfigError(field, float(scale.min()), f"must start {requirement} and be finite")
+            raise ConfigError(field, low, f"must start {requirement} and be finite")
     growth, shrink = double(exp_scale), double(0.0)
     if offset is not None:
         shrink = double(offset)
-        if not bool(torch.isfinite(offset).all()):
-            raise ConfigError("offset", float(offset.min()), "must start finite")
+        low, high = _bounds(offset)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ConfigError("offset", low, "must start finite")
         growth = growth * torch.exp(-shrink)
     curvature = double(torch.as_tensor(beta, dtype=torch.float64).to(forward_dtype))
     if inner_multiplier is not None:
         curvature = curvature * double(inner_multiplier)
     linear = double(0.0) if linear_scale is None or rule == "exp_only" else double(linear_scale)
-    return _Coefficients(growth, curvature, linear, shrink)
+    return Coefficients(growth, curvature, linear, shrink)
 
 
-def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: _Coefficients, rule: str, family: str) -> InversionReport:
+def _invert_blocks(weight: Tensor, raw: Tensor, coefficients: Coefficients, rule: str, family: str) -> InversionReport:
     """Fill raw with the solution, block by block of rows."""
     if weight.numel() == 0:
         return InversionReport(0, 0.0, True)
     if weight.dim() == 0:
         return _invert_blocks(weight[None], raw[None], coefficients, rule, family)
+    if family == "symexp" and (library := find_library(weight, coefficients)) is not None:
+        num_steps, max_residual = solve_in_place(library, raw.copy_(weight), coefficients, rule)
+        return InversionReport(num_steps, max_residual, max_residual <= MAX_RESIDUAL)
     elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     rows_per_block = max(1, elements * weight.shape[0] // weight.numel())
     num_steps, max_residual = 0, 0.0
     for start in range(0, weight.shape[0], rows_per_block):
         stop = start + rows_per_block
         block = weight[start:stop].to(raw.dtype)
-        own = _Coefficients(*(_row_block(tensor, start, stop, weight.dim()) for tensor in coefficients))
+        own = Coefficients(*(_row_block(tensor, start, stop, weight.dim()) for tensor in coefficients))
         if family == "sinh":
             x, steps, residual = _solve_sinh(block.abs(), own)
         elif family == "damped":
             x, steps, residual = solve_damped(block.abs().to(torch.float64), *own)
         else:
             if rule == "mismatch":
-                own = own._replace(linear=own.linear * torch.copysign(torch.ones_like(block), block))
+                # A number and a float32 block would make float32.
+                own = own._replace(linear=torch.copysign(own.linear, block.to(torch.float64)))
             elif rule == "oppose":
                 own = own._replace(linear=-own.linear)
-            x, steps, residual = _solve(block.abs(), own, raw.dtype)
+            x, steps, residual = solve(block.abs(), own, raw.dtype)
         raw[start:stop] = torch.copysign(x, block)
         num_steps = max(num_steps, steps)
         max_residual = residual if not residual <= max_residual else max_residual  # keeps NaN
