@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peft_sel.kernels import compiled, fused, native, reference, triton_backend
-from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales
+from peft_sel.kernels.formulas import Residual, Scales, WeightSpec
 from peft_sel.numerics import compute_dtype, look_up
 
 __all__ = ["Scales", "WeightSpec", "fold", "linear", "use_backend"]
@@ -77,12 +77,15 @@ def _pack(tensors: Sequence[Any]) -> _Inputs:
 def _compute(spec: WeightSpec, layout: Layout, inputs: _Inputs, training: bool) -> Tensor:
     """Compute an effective weight, without gradients."""
     raw, beta, a, b, parts = inputs
+    backend = _select_backend(spec, raw, training)
+    arguments = (spec, raw, beta, _group(layout, parts))
+    result: Tensor
+    if backend is native and not torch.is_inference_mode_enabled():  # no product in torch, for autocast to change
+        result = native.fold(*arguments, _scale_residual(spec, raw, a, b))
+        return result
     # The same in every mode, for torch.compile; leaving inference mode turns gradients on.
     with torch.autocast(raw.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-        factors = broadcast_scales(spec, _group(layout, parts))
-        result: Tensor = _select_backend(spec, raw, training).fold(
-            spec, raw, beta, factors, _scale_residual(spec, raw, a, b)
-        )
+        result = backend.fold(*arguments, _scale_residual(spec, raw, a, b))
         return result
 
 
@@ -100,20 +103,20 @@ def _pull_back(
     grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
     needed_scales = dict.fromkeys(scale for (scale, _), needs in zip(layout, needs_parts, strict=True) if needs)
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
-    with torch.autocast(raw.device.type, enabled=False):
-        scales = _group(layout, parts)
-        residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
-        arguments = (spec, grad, raw, beta, scales, names, residual)
-        if weight is not None:
-            raw_grad, grads, residual_grads = native.pull_back(*arguments, weight)
-        else:
+    residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
+    arguments = (spec, grad, raw, beta, _group(layout, parts), names, residual)
+    if weight is not None:
+        raw_grad, grads, residual_grads = native.pull_back(*arguments, weight)
+    else:
+        with torch.autocast(raw.device.type, enabled=False):
             raw_grad, grads, residual_grads = _select_backend(spec, raw, True).pull_back(*arguments)
     part_grads = [
         grads[scale][part].to(tensor.dtype) if needs else None
         for (scale, part), tensor, needs in zip(layout, parts, needs_parts, strict=True)
     ]
     a_grad, b_grad = residual_grads or (None, None)
-    b_grad = None if b_grad is None else b_grad * spec.residual_scaling
+    if b_grad is not None and spec.residual_scaling != 1:
+        b_grad = b_grad * spec.residual_scaling
     return _like(raw_grad, raw), None, None, _like(a_grad, a), _like(b_grad, b), *part_grads
 
 
@@ -121,7 +124,8 @@ def _scale_residual(spec: WeightSpec, raw: Tensor, a: Tensor | None, b: Tensor |
     """Return A and scaling * B in the dtype of the computation."""
     if a is None or b is None:
         return None
-    return a.to(compute_dtype(raw)), b.to(compute_dtype(raw)) * spec.residual_scaling
+    dtype, scaling = compute_dtype(raw), spec.residual_scaling
+    return a.to(dtype), b.to(dtype) if scaling == 1 else b.to(dtype) * scaling
 
 
 class _Fold(torch.autograd.Function):
@@ -252,8 +256,7 @@ def linear(
         dtype = torch.get_autocast_dtype(device)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     layout, *tensors = _flatten(raw, beta, scales, residual, table)
-    with torch.autocast(device, enabled=False):
-        result: Tensor = _Linear.apply(spec, layout, dtype, x, bias, *tensors)
+    result: Tensor = _Linear.apply(spec, layout, dtype, x, bias, *tensors)
     return result
 
 

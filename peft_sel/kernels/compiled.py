@@ -15,7 +15,7 @@ import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor
 
 from peft_sel.kernels import fused
-from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, fold_block, is_plain
+from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, broadcast_scales, fold_block, is_plain
 from peft_sel.kernels.reference import multiply_residual
 
 MIN_ELEMENTS = 1 << 16  # below, a call costs more than it saves
@@ -44,9 +44,10 @@ def pays_off(raw: Tensor) -> bool:
     return _weights_folded >= FOLD_AFTER_WEIGHTS
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> Tensor:
     """Do what reference.fold does."""
-    result: Tensor = _call(fold_block, spec, raw, beta, factors, multiply_residual(residual))
+    factors, delta = broadcast_scales(spec, scales), multiply_residual(residual)
+    result: Tensor = _call(fold_block, spec, raw, beta, factors, delta)
     return result
 
 

@@ -26,9 +26,9 @@ CHUNK_ROWS = 64  # of a float32 sum over rows; sums of those, and sums over colu
 Sums = dict[tuple[str, str], Tensor]  # by names of scale and part
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> Tensor:
     """Compute the effective weight of raw, (d_out, d_in), in spec.dtype."""
-    return fold_block(spec, raw, beta, factors, multiply_residual(residual))
+    return fold_block(spec, raw, beta, broadcast_scales(spec, scales), multiply_residual(residual))
 
 
 def pull_back(

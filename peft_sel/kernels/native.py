@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peft_sel.cpp import load_library
-from peft_sel.kernels.formulas import Factors, Residual, Scales, WeightSpec, broadcast_scales, is_plain
+from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, is_plain
 from peft_sel.numerics import MODES, SCALE_NAMES
 
 MIN_PARALLEL_ELEMENTS = 1 << 15
@@ -72,12 +72,11 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
     )
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> Tensor:
     """Do what reference.fold does; the residual's product is summed in another order."""
     if _is_transposed(raw):
-        swapped = {name: tuple(t if t.dim() == 1 else t.T for t in reversed(factors[name])) for name in factors}
-        return fold(_swap_patterns(spec), raw.T, beta, swapped, _swap_residual(residual)).T
-    inputs = _Inputs(spec, raw, beta, factors, residual)
+        return fold(_swap_patterns(spec), raw.T, beta, _swap_parts(scales), _swap_residual(residual)).T
+    inputs = _Inputs(spec, raw, beta, scales, residual)
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     load_library().sel_fold(byref(inputs.weight), c_void_p(result.data_ptr()), c_int64(TYPES[spec.dtype]))
     return result
@@ -112,7 +111,7 @@ def pull_back(
         swapped = (_swap_parts(scales), names, _swap_residual(residual), None if weight is None else weight.T)
         raw_grad, grads, residual_grads = pull_back(_swap_patterns(spec), grad.T, raw.T, beta, *swapped)
         return None if raw_grad is None else raw_grad.T, _swap_parts(grads), _swap_residual(residual_grads)
-    inputs = _Inputs(spec, raw, beta, broadcast_scales(spec, scales), residual)
+    inputs = _Inputs(spec, raw, beta, scales, residual)
     rows, columns, rank = inputs.weight.rows, inputs.weight.columns, inputs.weight.rank
 
     known = grad.dtype in TYPES and (grad.dtype != torch.float16 or load_library().sel_has_float16())
@@ -150,39 +149,39 @@ def pull_back(
 class _Inputs:
     """A weight as the library takes it, and the tensors whose memory it points into."""
 
-    def __init__(self, spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> None:
+    def __init__(self, spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> None:
         self._alive: list[Tensor] = []
         rows, columns = raw.shape
         self.weight = _Weight(
             rows=rows,
             columns=columns,
-            raw=self.hold(raw, (rows, columns)).data_ptr(),
+            raw=self.hold(raw, rows * columns),
             mode=MODES.index(spec.mode),
-            normalize=spec.normalize_by_inner_mult and "inner_multiplier" in factors,
+            normalize=spec.normalize_by_inner_mult and "inner_multiplier" in scales,
             num_threads=torch.get_num_threads() if raw.numel() >= MIN_PARALLEL_ELEMENTS else 1,
             beta=float(beta),
         )
         if residual is not None:
             a, b = residual
             self.weight.rank = len(a)
-            self.weight.a = self.hold(a.reshape(-1, columns), (len(a), columns)).data_ptr()
-            self.weight.b = self.hold(b.reshape(rows, len(a)), (rows, len(a))).data_ptr()
+            self.weight.a = self.hold(a, len(a) * columns)
+            self.weight.b = self.hold(b, rows * len(a))
         for name, pattern in spec.patterns:
-            scale = self.weight.scales[SCALE_NAMES.index(name)]
+            scale, parts = self.weight.scales[SCALE_NAMES.index(name)], scales[name]
             scale.pattern = PATTERNS[pattern]
-            *first, last = factors[name]
-            if pattern in ("column", "row_col_mult", "row_col_add"):
-                scale.column = self.hold(last, (1, columns)).data_ptr()
-                scale.row = self.hold(first[0], (rows, 1)).data_ptr() if first else None
-            else:
-                scale.row = self.hold(last, (rows, 1) if pattern == "row" else (1,)).data_ptr()
+            if "column" in parts:
+                scale.column = self.hold(parts["column"], columns)
+            if "row" in parts:
+                scale.row = self.hold(parts["row"], rows)
+            elif "value" in parts:
+                scale.row = self.hold(parts["value"], 1)
 
-    def hold(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in float32, of a shape and contiguous, alive as long as this object."""
-        if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
-            tensor = tensor.to(torch.float32).expand(shape).contiguous()
+    def hold(self, tensor: Tensor, numel: int) -> int:
+        """Return the address of a tensor's values in float32, contiguous, alive as long as this object."""
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != numel:
+            tensor = tensor.to(torch.float32).reshape(numel)
         self._alive.append(tensor)
-        return tensor
+        return tensor.data_ptr()
 
 
 def _is_transposed(matrix: Tensor) -> bool:

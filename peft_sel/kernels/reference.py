@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from peft_sel.kernels.formulas import (
-    Factors,
     Residual,
     Scales,
     WeightSpec,
@@ -37,9 +36,9 @@ def _row_blocks(tensor: Tensor, cpu_elements: int = INLINE_ELEMENTS) -> list[sli
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> Tensor:
     """Compute the effective weight of raw, (d_out, d_in), in spec.dtype: fold_block of all rows."""
-    delta = multiply_residual(residual)
+    factors, delta = broadcast_scales(spec, scales), multiply_residual(residual)
     result = torch.empty(raw.shape, dtype=spec.dtype, device=raw.device)
     for rows in _row_blocks(raw):
         block_factors = slice_factors(factors, rows.start, rows.stop)

@@ -33,16 +33,16 @@ def can_run(spec: WeightSpec, raw: Tensor) -> bool:
     return plain and raw.numel() > 0 and spec.can_fuse and not _failed
 
 
-def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, factors: Factors, residual: Residual) -> Tensor:
+def fold(spec: WeightSpec, raw: Tensor, beta: Tensor, scales: Scales, residual: Residual) -> Tensor:
     """Do what reference.fold does; the result lies in memory as raw does."""
     if can_run(spec, raw):
         try:
-            return _fold(spec, raw, beta, factors, multiply_residual(residual))
+            return _fold(spec, raw, beta, broadcast_scales(spec, scales), multiply_residual(residual))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever breaks in a compiler, training can go on
             _give_up(error)
-    return reference.fold(spec, raw, beta, factors, residual)
+    return reference.fold(spec, raw, beta, scales, residual)
 
 
 def pull_back(
