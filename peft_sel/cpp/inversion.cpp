@@ -1,4 +1,5 @@
-// Newton's method for the raw weights of float32 weights (numerics/newton.py): q * expm1(b * x) + lam * x = |w|, x >= 0.
+// Newton's method for the raw weights of float32 weights (numerics/newton.py): q * expm1(b * x) + lam * x = |w|,
+// x >= 0.
 //
 // A tile takes its first steps in float32 and the others in float64, all its elements together, until the residual of
 // the worst is small enough. Nothing depends on the number of threads or on what other tiles hold.

@@ -59,10 +59,10 @@ void multiply_residual(const float* a, int64_t columns, const float* b, int64_t 
     for (; k < rank; ++k) add_ranks<1>(a + k * columns, columns, b + k, width, out);
 }
 
-// Adds what ROWS rows of a gradient give to RANKS column sums of A's gradient and to as many columns of B's.
+// Adds what ROWS rows of a gradient give to RANKS rows of A's gradient and to as many columns of B's.
 template <int ROWS, int RANKS>
 void pull_back_ranks(const float (*grads)[TILE], const float* a, int64_t columns, const float* b, int64_t rank,
-                     int width, float* a_sums, double* b_grad) {
+                     int width, float* a_sums, double* b_sums, int64_t b_stride) {
     Lanes factors[ROWS][RANKS], sums[ROWS][RANKS] = {};  // all of them in registers
     float rest[ROWS][RANKS] = {};
     for (int i = 0; i < ROWS; ++i) {
@@ -93,20 +93,22 @@ void pull_back_ranks(const float (*grads)[TILE], const float* a, int64_t columns
     for (int i = 0; i < ROWS; ++i) {
         for (int k = 0; k < RANKS; ++k) {
             const float* lanes = reinterpret_cast<const float*>(&sums[i][k]);
-            b_grad[i * rank + k] += add_up<LANES>(lanes) + rest[i][k];
+            b_sums[i * b_stride + k] += add_up<LANES>(lanes) + rest[i][k];
         }
     }
 }
 
 template <int ROWS>
 void pull_back_residual(const float (*grads)[TILE], const float* a, int64_t columns, const float* b, int64_t rank,
-                        int width, float* a_sums, double* b_grad) {
+                        int width, float* a_sums, double* b_sums, int64_t b_stride) {
     int64_t k = 0;
     for (; k + 2 <= rank; k += 2) {
-        pull_back_ranks<ROWS, 2>(grads, a + k * columns, columns, b + k, rank, width, a_sums + k * columns, b_grad + k);
+        pull_back_ranks<ROWS, 2>(grads, a + k * columns, columns, b + k, rank, width, a_sums + k * columns, b_sums + k,
+                                 b_stride);
     }
     if (k < rank) {
-        pull_back_ranks<ROWS, 1>(grads, a + k * columns, columns, b + k, rank, width, a_sums + k * columns, b_grad + k);
+        pull_back_ranks<ROWS, 1>(grads, a + k * columns, columns, b + k, rank, width, a_sums + k * columns, b_sums + k,
+                                 b_stride);
     }
 }
 

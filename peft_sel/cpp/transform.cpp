@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "elementary.h"
 #include "residual.h"
@@ -45,10 +46,10 @@ struct Gradients {
     const void* grad;       // dLoss/dw_eff
     int64_t grad_type;
     float* raw;             // or null
-    double* row[NUM_SCALES];     // (rows,) or null
-    double* column[NUM_SCALES];  // (columns,) or null
-    double* a_grad;              // (rank, columns), or null
-    double* b_grad;              // (rows, rank)
+    float* row[NUM_SCALES];      // (rows,) or null
+    float* column[NUM_SCALES];   // (columns,) or null
+    float* a_grad;               // (rank, columns), or null
+    float* b_grad;               // (rows, rank)
     void* weight;           // the effective weight, or null
     int64_t weight_type;
     float* column_sums;     // room for one float per chunk of rows, sum over rows, and column
@@ -208,8 +209,8 @@ float add_gradients(const Weight& weight, const Line& line, const float* column,
 }
 
 template <int NAME>
-void pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width, const Line& line,
-                     float* column_sums) {
+double pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width,
+                       const Line& line, float* column_sums) {
     const Scale& scale = weight.scales[NAME];
     const bool is_product = scale.pattern == ROW_COL_MULT;
     const float* column = is_product ? scale.column + start : ones.values;
@@ -217,8 +218,7 @@ void pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int6
     const auto add = NAME == INNER && weight.normalize
                          ? (out.column[NAME] ? add_gradients<NAME, true, true> : add_gradients<NAME, true, false>)
                          : (out.column[NAME] ? add_gradients<NAME, false, true> : add_gradients<NAME, false, false>);
-    const float sum = add(weight, line, column, row, width, column_sums);
-    if (out.row[NAME]) out.row[NAME][i] += sum;
+    return add(weight, line, column, row, width, column_sums);
 }
 
 #pragma GCC pop_options
@@ -238,23 +238,27 @@ void store_line(const Weight& weight, int64_t i, int64_t start, int width, const
     store(value, type, first, width, out);
 }
 
-// Where the sums over the rows of one chunk go: (number of column sums, columns) of float32.
-struct ColumnSums {
-    int index[NUM_SCALES];  // of each scale, -1 for none
-    int residual;           // index of the first of rank sums
+// The sums of one chunk of rows.
+struct Sums {
+    int index[NUM_SCALES];     // among the column sums, of each scale; -1 for none
+    int residual;              // index of the first of rank sums, which A's gradient needs
     int count;
+    float* columns;            // (count, columns)
+    std::vector<double> rows;  // (rows of the chunk, row_stride): of each scale, then of each rank
+    int64_t row_stride;
 };
 
-ColumnSums plan(const Weight& weight, const Gradients& out) {
-    ColumnSums sums{};
+Sums plan(const Weight& weight, const Gradients& out) {
+    Sums sums{};
     for (int s = 0; s < NUM_SCALES; ++s) sums.index[s] = out.column[s] ? sums.count++ : -1;
     sums.residual = sums.count;
     sums.count += out.a_grad ? static_cast<int>(weight.rank) : 0;
+    sums.row_stride = NUM_SCALES + weight.rank;
     return sums;
 }
 
-void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums& sums, const float* grad, int64_t i,
-                    int64_t start, int width, Line& line, float* column_sums) {
+void pull_back_line(const Weight& weight, const Gradients& out, const float* grad, int64_t i, int64_t start, int width,
+                    Line& line, Sums& sums, double* row_sums) {
     const int64_t first = i * weight.columns + start;
     evaluate(weight, i, start, width, line);
     if (out.weight) store_line(weight, i, start, width, line, out.weight, out.weight_type);
@@ -276,24 +280,25 @@ void pull_back_line(const Weight& weight, const Gradients& out, const ColumnSums
                                                                  pull_back_scale<SHIFT>};
     for (int s = 0; s < NUM_SCALES; ++s) {
         if (!out.row[s] && !out.column[s]) continue;
-        float* to = out.column[s] ? column_sums + sums.index[s] * weight.columns + start : nullptr;
-        pull_back[s](weight, out, i, start, width, line, to);
+        float* to = out.column[s] ? sums.columns + sums.index[s] * weight.columns + start : nullptr;
+        row_sums[s] += pull_back[s](weight, out, i, start, width, line, to);
     }
 }
 
 template <int ROWS>
-void pull_back_rows(const Weight& weight, const Gradients& out, const ColumnSums& sums, int64_t i, int64_t start,
-                    int width, Line& line, float* column_sums) {
+void pull_back_rows(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width, Line& line,
+                    Sums& sums) {
     alignas(64) float grads[ROWS][TILE];
+    double* const row_sums = sums.rows.data() + i % out.chunk_rows * sums.row_stride;
     for (int row = 0; row < ROWS; ++row) {
         load(out.grad, out.grad_type, (i + row) * weight.columns + start, width, grads[row]);
-        pull_back_line(weight, out, sums, grads[row], i + row, start, width, line, column_sums);
+        pull_back_line(weight, out, grads[row], i + row, start, width, line, sums, row_sums + row * sums.row_stride);
     }
     if (out.a_grad) {
-        float* a_sums = column_sums + sums.residual * weight.columns + start;
-        const int64_t first = i * weight.rank;
-        pull_back_residual<ROWS>(grads, weight.a + start, weight.columns, weight.b + first, weight.rank, width, a_sums,
-                                 out.b_grad + first);
+        float* a_sums = sums.columns + sums.residual * weight.columns + start;
+        const float* b = weight.b + i * weight.rank;
+        pull_back_residual<ROWS>(grads, weight.a + start, weight.columns, b, weight.rank, width, a_sums,
+                                 row_sums + NUM_SCALES, sums.row_stride);
     }
 }
 
@@ -318,40 +323,51 @@ void sel_fold(const Weight* weight, void* out, int64_t type) {
 }
 
 void sel_pull_back(const Weight* weight, const Gradients* out) {
-    const ColumnSums sums = plan(*weight, *out);
-    const int64_t rows = weight->rows, columns = weight->columns, stride = sums.count * columns;
+    const int64_t rows = weight->rows, columns = weight->columns, rank = weight->rank;
     const int64_t tile = choose_tile(columns);
     const int64_t num_chunks = (rows + out->chunk_rows - 1) / out->chunk_rows;
 #pragma omp parallel num_threads(weight->num_threads)
     {
         Line line;
+        Sums sums = plan(*weight, *out);
+        const int64_t stride = sums.count * columns;
 #pragma omp for schedule(static)
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-            float* const own = out->column_sums + chunk * stride;
-            const int64_t stop = std::min<int64_t>(rows, (chunk + 1) * out->chunk_rows);
-            std::fill(own, own + stride, 0.0f);
+            const int64_t first = chunk * out->chunk_rows, stop = std::min<int64_t>(rows, first + out->chunk_rows);
+            sums.columns = out->column_sums + chunk * stride;
+            std::fill(sums.columns, sums.columns + stride, 0.0f);
+            sums.rows.assign((stop - first) * sums.row_stride, 0.0);
             for (int64_t start = 0; start < columns; start += tile) {
                 const int width = static_cast<int>(std::min(tile, columns - start));
-                int64_t i = chunk * out->chunk_rows;
-                for (; i + 4 <= stop; i += 4) pull_back_rows<4>(*weight, *out, sums, i, start, width, line, own);
-                for (; i < stop; ++i) pull_back_rows<1>(*weight, *out, sums, i, start, width, line, own);
+                int64_t i = first;
+                for (; i + 4 <= stop; i += 4) pull_back_rows<4>(*weight, *out, i, start, width, line, sums);
+                for (; i < stop; ++i) pull_back_rows<1>(*weight, *out, i, start, width, line, sums);
+            }
+            const double* row_sums = sums.rows.data();
+            for (int64_t i = first; i < stop; ++i, row_sums += sums.row_stride) {
+                for (int s = 0; s < NUM_SCALES; ++s) {
+                    if (out->row[s]) out->row[s][i] = static_cast<float>(row_sums[s]);
+                }
+                for (int64_t k = 0; out->b_grad && k < rank; ++k) {
+                    out->b_grad[i * rank + k] = static_cast<float>(row_sums[NUM_SCALES + k]);
+                }
             }
         }
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < columns; start += TILE) {
-            const int64_t stop = std::min(columns, start + TILE);
-            const auto add_chunks = [&](int index, double* total) {
+            const int width = static_cast<int>(std::min<int64_t>(TILE, columns - start));
+            const auto add_chunks = [&](int index, float* out_sums) {
+                double totals[TILE] = {};
                 for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-                    const float* own = out->column_sums + chunk * stride + index * columns;
-                    for (int64_t j = start; j < stop; ++j) total[j] += own[j];
+                    const float* own = out->column_sums + chunk * stride + index * columns + start;
+                    for (int j = 0; j < width; ++j) totals[j] += own[j];
                 }
+                std::copy(totals, totals + width, out_sums + start);
             };
             for (int s = 0; s < NUM_SCALES; ++s) {
                 if (out->column[s]) add_chunks(sums.index[s], out->column[s]);
             }
-            for (int k = 0; out->a_grad && k < weight->rank; ++k) {
-                add_chunks(sums.residual + k, out->a_grad + k * columns);
-            }
+            for (int k = 0; out->a_grad && k < rank; ++k) add_chunks(sums.residual + k, out->a_grad + k * columns);
         }
     }
 }

@@ -121,7 +121,7 @@ def pull_back(
     gradients.raw = None if raw_grad is None else raw_grad.data_ptr()
     trained = [(name, part) for name, _ in spec.patterns if name in names for part in scales[name]]
     lengths = [columns if part == "column" else rows for _, part in trained]
-    totals = torch.zeros(sum(lengths) + rank * (rows + columns), dtype=torch.float64, device=raw.device)
+    totals = torch.empty(sum(lengths) + rank * (rows + columns), dtype=torch.float32, device=raw.device)
     address = totals.data_ptr()
     for (name, part), length in zip(trained, lengths, strict=True):
         side = gradients.column if part == "column" else gradients.row
@@ -138,7 +138,7 @@ def pull_back(
     )
     gradients.column_sums = column_sums.data_ptr()
     load_library().sel_pull_back(byref(inputs.weight), byref(gradients))
-    *sums, a_grad, b_grad = totals.to(torch.float32).split([*lengths, rank * columns, rows * rank])
+    *sums, a_grad, b_grad = totals.split([*lengths, rank * columns, rows * rank])
     scale_grads: Scales = {}
     for (name, part), total in zip(trained, sums, strict=True):
         total = total.sum(0, keepdim=True, dtype=torch.float64) if part == "value" else total
