@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from importlib.metadata import version
 from typing import Any
 
@@ -40,7 +41,8 @@ on several processes:
 
 MERGE = """\
 Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is
-an ordinary checkpoint that loads without this package. OUT appears only when it is complete.
+an ordinary checkpoint that loads without this package. OUT appears only when it is complete; after a kill, run the same
+command again: it removes the hidden folder that was left beside OUT and starts anew.
 
 example:
   peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""
@@ -96,6 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         help="most bytes of weights per file; without it the files are split like the base's",
     )
+    merge.add_argument(
+        "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
+    )
     merge.set_defaults(run=run_merge)
 
     inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
@@ -138,9 +143,17 @@ def run_merge(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base)
-    report = merge_checkpoint(base, args.adapter, args.out, dtype=dtype, max_shard_bytes=args.max_shard_size)
+    options = {"dtype": dtype, "max_shard_bytes": args.max_shard_size, "overwrite": args.overwrite}
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        report = merge_checkpoint(base, args.adapter, args.out, **options)
     print(describe_merge(report))
     return 0
+
+
+def show_warning(message: Warning | str, *details: Any) -> None:
+    """Print a warning as one line, without the place in the code."""
+    print(f"peft-sel: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def describe_merge(report: MergeReport) -> str:
