@@ -1,7 +1,7 @@
 """Run a function in a forked child that dies, or meets a full disk, at a chosen file-system call.
 
-The calls are counted, so a fault is as repeatable as the function: run once without a fault to list the calls, then once
-for each. A fork takes milliseconds, as nothing is imported again.
+The calls are counted, so a fault is as repeatable as the function: run once without a fault to list the calls, then
+once for each. A fork takes milliseconds, as nothing is imported again.
 """
 
 from __future__ import annotations
@@ -102,18 +102,13 @@ class _Calls:
 
         class CountedFile(io.FileIO):
             def write(self, data: Any) -> int:
-                whole = super().write
-                return int(
-                    calls.make(
-                        f"write {memoryview(data).nbytes}", lambda part: whole(data if part is None else part), data
-                    )
-                )
+                write, size = super().write, memoryview(data).nbytes
+                return int(calls.make(f"write {size}", lambda part: write(data if part is None else part), data))
 
             def close(self) -> None:
-                whole = super().close
-                if self.closed:
-                    return
-                calls.make(f"close {self.name}", lambda _: whole())
+                close = super().close
+                if not self.closed:
+                    calls.make(f"close {self.name}", lambda _: close())
 
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if isinstance(file, int) or not set(mode) & set("wxa") or "+" in mode:
@@ -138,8 +133,8 @@ def run_in_child(
         function: What to run; what it returns is dropped.
         fault: None to list the calls.
         also: More functions whose calls count: the owner and the name of each.
-        max_file_bytes: Kill, without a count, in the write with which a file outgrows this size: for writers that do not
-            go through Python, such as safetensors' own.
+        max_file_bytes: Kill, without a count, in the write with which a file outgrows this size: for writers that do
+            not go through Python, such as safetensors' own.
     """
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():

@@ -173,7 +173,7 @@ def test_a_disk_that_is_too_small(made: Made, tmp_path: Path, overwrite: bool) -
         with small_disk(tmp_path, 4096 * (blocks[0] * overwrite + blocks[1] // 2)):
             if overwrite:
                 fill(tmp_path / "out", old)
-            with pytest.raises(CheckpointError, match="out: could not be written .*No space left on device"):
+            with pytest.raises(CheckpointError, match=r"out: could not be written .*No space left on device"):
                 made.merge(tmp_path / "out", overwrite)
             assert read_all(tmp_path) == {f"out/{name}": data for name, data in old.items() if overwrite}
             assert [path.name for path in tmp_path.iterdir()] == ["out"] * overwrite
