@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -253,7 +253,13 @@ class _Output:
 
 
 @contextmanager
-def staged_folder(out_dir: Path, *, overwrite: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
+def staged_folder(
+    out_dir: Path,
+    *,
+    overwrite: bool = False,
+    inputs: Sequence[Path] = (),
+    check: Callable[[Path], object] | None = None,
+) -> Iterator[Path]:
     """Yield a hidden folder beside out_dir that becomes out_dir at the end, or disappears on any error.
 
     A kill at any moment leaves out_dir as it was or complete. Where Linux's renameat2 cannot exchange two folders,
@@ -263,6 +269,7 @@ def staged_folder(out_dir: Path, *, overwrite: bool = False, inputs: Sequence[Pa
         out_dir: The folder to make; missing parents are made too.
         overwrite: Replace a checkpoint that is there, once the new one is complete.
         inputs: As for check_output.
+        check: Raises unless an out_dir that exists may be replaced, instead of overwrite's rule; None for that rule.
 
     Yields:
         The hidden folder, empty.
@@ -273,17 +280,24 @@ def staged_folder(out_dir: Path, *, overwrite: bool = False, inputs: Sequence[Pa
             it cannot be written.
     """
     output = _Output(out_dir)
+
+    def check_existing() -> None:
+        if check is None:
+            check_output(out_dir, overwrite, inputs)
+        elif os.path.lexists(out_dir):
+            check(out_dir)
+
     parents = [parent for parent in output.path.parents if not parent.exists()]
     try:
         output.path.parent.mkdir(parents=True, exist_ok=True)
         with output.lock():
             output.clear()
-            check_output(out_dir, overwrite, inputs)
+            check_existing()
             os.mkdir(output.staging)
             try:
                 yield output.staging
                 _sync_tree(output.staging)
-                check_output(out_dir, overwrite, inputs)
+                check_existing()
                 output.commit(os.path.lexists(out_dir), [output.path.parent, *(made.parent for made in parents)])
             finally:
                 output.clean_up()
