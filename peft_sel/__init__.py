@@ -9,12 +9,14 @@ from peft_sel.layer import SELLayer
 from peft_sel.lora import LoraFit, save_as_lora
 from peft_sel.model import SELModel
 from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
-from peft_sel.registry import register
+from peft_sel.registry import extend_loading, register
+from peft_sel.saving import read_adapter, save_adapter
 from peft_sel.training import SELCallback, SELTrainer, SELTrainerMixin
 
 __version__ = version("peft_sel")
 
 register()
+extend_loading(read_adapter)
 
 __all__ = [
     "LoraFit",
@@ -29,6 +31,7 @@ __all__ = [
     "create_sel_optimizer",
     "create_sel_scheduler",
     "merge_checkpoint",
+    "save_adapter",
     "save_as_lora",
     "sel_param_groups",
 ]

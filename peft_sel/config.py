@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +14,8 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from packaging.version import InvalidVersion, Version
 from peft import PeftConfig, PeftType
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
 
+from peft_sel.adapter_files import CARD_FILE, check_files, replaced_files
 from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
 from peft_sel.numerics import FAMILY_SCALES, INITS, SCALE_NAMES, check_beta, check_choice, check_family
 from peft_sel.scale_config import (
@@ -313,15 +313,9 @@ class SELConfig(PeftConfig):
             The configuration.
 
         Raises:
-            CheckpointError: If the folder's safetensors file is truncated or corrupt.
+            CheckpointError: If a safetensors file of the folder is truncated, corrupt or missing.
         """
-        file = Path(pretrained_model_name_or_path, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
-        if file.is_file():
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
+        check_files(Path(pretrained_model_name_or_path, subfolder or ""))
         config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         config.awaits_load = True
         return config
@@ -329,12 +323,23 @@ class SELConfig(PeftConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.
 
+        Each file is replaced in one step: a process that dies here leaves the old one or the new one.
+
         Args:
             save_directory: Folder to write to.
             **kwargs: Passed on to PeftConfig.save_pretrained.
+
+        Raises:
+            CheckpointError: If save_directory is a file.
         """
-        super().save_pretrained(save_directory, **kwargs)
-        write_card(Path(save_directory), self.base_model_name_or_path)
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise CheckpointError(folder, "is a file, not a folder", "name a folder for the adapter")
+        with replaced_files(folder) as unfinished:
+            super().save_pretrained(str(unfinished), **kwargs)
+            if (folder / CARD_FILE).exists():
+                shutil.copyfile(folder / CARD_FILE, unfinished / CARD_FILE)
+            write_card(unfinished, self.base_model_name_or_path)
 
 
 def _check_version(made_by: str | None) -> str:
@@ -353,7 +358,7 @@ def _check_version(made_by: str | None) -> str:
 
 def write_card(folder: Path, base_model: str | None) -> None:
     """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
-    path = folder / "README.md"
+    path = folder / CARD_FILE
     card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
     card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
     base = base_model or "BASE_MODEL"

@@ -1,10 +1,17 @@
-"""Makes SEL known to PEFT: the only file that touches PEFT's tables."""
+"""Makes SEL known to PEFT: the only file that touches PEFT's tables and functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import peft.peft_model
 import peft.utils
 from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import Tensor
 
 from peft_sel.config import SELConfig
 from peft_sel.model import SELModel
@@ -35,3 +42,29 @@ def register() -> None:
         peft.utils.register_peft_method(
             name=PEFT_TYPE_NAME.lower(), config_cls=SELConfig, model_cls=SELModel, prefix=SELModel.prefix
         )
+
+
+def extend_loading(read: Callable[[Path, dict[str, str] | None], dict[str, Tensor] | None]) -> None:
+    """Let PEFT read the adapters of local folders through a function of ours; a second call does nothing.
+
+    PEFT looks for one file by its name, and reads it to the first GPU beside the model. Ours also reads shards, and
+    maps them into memory, from where load_state_dict copies each tensor to its place.
+
+    Args:
+        read: Takes a folder and PEFT's key_mapping; None where the folder is not for it, which then goes PEFT's way.
+    """
+    stock = peft.peft_model.load_peft_weights
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def load_peft_weights(
+        model_id: str, device: Any = None, key_mapping: dict[str, str] | None = None, **options: Any
+    ) -> dict[str, Tensor]:
+        found = read(Path(model_id, options.get("subfolder") or ""), key_mapping)
+        if found is not None:
+            return found
+        tensors: dict[str, Tensor] = stock(model_id, device=device, key_mapping=key_mapping, **options)
+        return tensors
+
+    peft.peft_model.load_peft_weights = load_peft_weights
