@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from peft_sel.accumulation import Accumulation
+from peft_sel.checkpoint.staging import staged_folder
 from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
@@ -138,12 +144,16 @@ class SELTrainerMixin(_TrainerBase):
 
     With gradient accumulation, in one process, dense adapters compute each weight once per optimizer step
     (SELModel.accumulate_gradients), for 2 bytes per weight of bf16; shares_weights = False saves these.
+
+    On one machine a checkpoint-<step> folder appears when it is complete, and replaces one of that name in one step, so
+    that a killed run never resumes from half a checkpoint. So does the folder of save_model, if it was not there.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shares_weights = True
         self._open_step: Accumulation | None = None
+        self._unfinished: Path | None = None  # where a checkpoint is being written
         others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, SELCallback)]
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
@@ -253,6 +263,65 @@ class SELTrainerMixin(_TrainerBase):
         passed_in = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         return scheduler if passed_in else anneal_scheduler(scheduler, num_training_steps)
+
+    def _is_on_one_machine(self) -> bool:
+        """Whether all processes surely see the folder that the first one makes."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == self.args.world_size
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where Trainer puts its checkpoints; while it writes one, the hidden folder instead."""
+        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push to the hub, but from a checkpoint that is complete."""
+        if self._unfinished is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save model, tokenizer and arguments: a folder that is not there yet appears when it is complete."""
+        folder = Path(output_dir or self.args.output_dir or "")
+        staged = self._unfinished is None and self.args.should_save and self._is_on_one_machine()
+        if not staged or os.path.lexists(folder):
+            super()._save(output_dir, state_dict)
+            return
+        with staged_folder(folder) as unfinished:
+            super()._save(str(unfinished), state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint as Trainer does, but in a hidden folder that gets its name when it is complete."""
+        if not self._is_on_one_machine():
+            super()._save_checkpoint(model, trial)
+            return
+        run_dir = self._get_output_dir(trial)
+        checkpoint = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with self._staged_checkpoint(checkpoint) as self._unfinished:
+            try:
+                super()._save_checkpoint(model, trial)
+                written = self._unfinished / checkpoint.name
+            finally:
+                self._unfinished = None
+            best = self.state.best_model_checkpoint
+            if best is not None and Path(best) == written:
+                self.state.best_model_checkpoint = str(checkpoint)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+                for path in written.iterdir():
+                    path.rename(written.parent / path.name)
+                written.rmdir()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    @contextmanager
+    def _staged_checkpoint(self, checkpoint: Path) -> Iterator[Path]:
+        """Yield the hidden folder of a checkpoint, the same one to all processes."""
+        writes = self.args.should_save
+        with staged_folder(checkpoint, check=lambda _: None) if writes else nullcontext() as unfinished:
+            shared = broadcast_object_list([unfinished])
+            yield shared[0]
+        self.accelerator.wait_for_everyone()
 
 
 class SELTrainer(SELTrainerMixin, Trainer):

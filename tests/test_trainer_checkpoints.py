@@ -1,0 +1,158 @@
+"""The folders that SELTrainer writes are those of a stock Trainer, only that they appear whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits
+from safetensors.torch import load_file
+from test_resume import make_model
+from test_training import make_arguments, make_data
+from transformers import Trainer
+from transformers.trainer_callback import TrainerCallback
+
+from peft_sel import SELTrainer
+from peft_sel.errors import CheckpointError
+
+
+class Plain(SELTrainer):
+    """SELTrainer with a stock Trainer's way of saving."""
+
+    _save_checkpoint = Trainer._save_checkpoint
+    _save = Trainer._save
+
+
+def run(cls: type[SELTrainer], folder: Path, **options: Any) -> SELTrainer:
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, **options}
+    data = make_data()
+    trainer = cls(make_model(), make_arguments(folder, **arguments), train_dataset=data, eval_dataset=data[:4])
+    trainer.train()
+    return trainer
+
+
+def list_files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+CASES: dict[str, dict[str, Any]] = {
+    "every checkpoint": {},
+    "the last one": {"save_total_limit": 1},
+    "the best ones": {**BEST, "save_total_limit": 2, "greater_is_better": True},  # the worst: the first
+    "the best and the last": {**BEST, "save_total_limit": 1},
+    "no optimizer": {"save_only_model": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_writes_what_a_stock_trainer_writes(case: str, tmp_path: Path) -> None:
+    ours = run(SELTrainer, tmp_path / "ours", **CASES[case])
+    stock = run(Plain, tmp_path / "stock", **CASES[case])
+    assert list_files(tmp_path / "ours") == list_files(tmp_path / "stock")
+    checkpoints = sorted((tmp_path / "stock").glob("checkpoint-*"))
+    assert checkpoints
+    for checkpoint in checkpoints:
+        name = checkpoint.name
+        states = [
+            json.loads((tmp_path / who / name / "trainer_state.json").read_text().replace(f"/{who}/", "/run/"))
+            for who in ("ours", "stock")
+        ]
+        for log in [log for state in states for log in state["log_history"]]:
+            for key in [key for key in log if "runtime" in key or "per_second" in key]:
+                del log[key]
+        assert states[0] == states[1]
+        files = [load_file(tmp_path / who / name / "adapter_model.safetensors") for who in ("ours", "stock")]
+        assert_same_bits(*files)
+    best = stock.state.best_model_checkpoint
+    assert ours.state.best_model_checkpoint == (best and best.replace("/stock/", "/ours/"))
+    assert bool(best) == ("best" in case)
+    assert_same_bits(ours.model.state_dict(), stock.model.state_dict())
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = run(SELTrainer, tmp_path, max_steps=2)
+    before = list_files(tmp_path)
+    trainer.state.global_step = 4
+
+    written: list[str] = []
+
+    def fail(*args: Any) -> None:
+        written.extend(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("adapter_model.safetensors"))
+        raise OSError("no space")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written \(no space\)"):
+        trainer._save_checkpoint(trainer.model, None)
+    with pytest.raises(CheckpointError, match=r"adapter: could not be written \(no space\)"):
+        trainer.save_model(str(tmp_path / "adapter"))
+    assert any(".checkpoint-4.unfinished-" in path for path in written)
+    assert any(".adapter.unfinished-" in path for path in written)
+    assert list_files(tmp_path) == before
+    monkeypatch.undo()
+    trainer._save_checkpoint(trainer.model, None)
+    trainer.save_model(str(tmp_path / "adapter"))
+    trainer.save_model(str(tmp_path / "adapter"))  # into a folder that is there, as ever
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", "adapter"}
+    assert (tmp_path / "adapter" / "training_args.bin").is_file()
+
+
+def test_callbacks_and_pushes_see_the_finished_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    class Watch(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(sorted(os.listdir(tmp_path / f"checkpoint-{state.global_step}")))
+
+    pushed: list[str] = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
+    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = SELTrainer(make_model(), arguments, train_dataset=make_data(), callbacks=[Watch()])
+    arguments.push_to_hub = True
+    trainer.train()
+    assert pushed == [str(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
+    assert len(seen) == 2 and all({"adapter_model.safetensors", "trainer_state.json"} <= set(names) for names in seen)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_trainer_checkpoints import SELTrainer, run
+from peft_sel.checkpoint import staging
+
+trainer = run(SELTrainer, Path(sys.argv[1]), save_total_limit=2, eval_strategy="steps", eval_steps=2,
+              load_best_model_at_end=True, ddp_find_unused_parameters=False)
+assert trainer.args.world_size == 2
+assert trainer.state.best_model_checkpoint == str(Path(sys.argv[1]) / "checkpoint-6"), trainer.state
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tests = str(Path(__file__).parent)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "run"), tests],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-4", "checkpoint-6"]
+    names = os.listdir(tmp_path / "run" / "checkpoint-6")
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt", "adapter_model.safetensors"} <= set(names)
