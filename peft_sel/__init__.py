@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from peft_sel.checkpoint import merge_checkpoint
+from peft_sel.checkpoint import export_weights, merge_checkpoint
 from peft_sel.config import ScaleConfig, SELConfig
 from peft_sel.errors import SELError
 from peft_sel.layer import SELLayer
@@ -30,6 +30,7 @@ __all__ = [
     "ScaleConfig",
     "create_sel_optimizer",
     "create_sel_scheduler",
+    "export_weights",
     "merge_checkpoint",
     "save_adapter",
     "save_as_lora",

@@ -1,4 +1,4 @@
-"""The command line: `peft-sel train | merge | inspect | demo`."""
+"""The command line: `peft-sel train | merge | export | inspect | demo`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Train transformer weights in SymExpLin (SEL) space and fold them back into an or
 
   train     run a training job from a YAML recipe
   merge     fold a trained adapter into its base checkpoint
+  export    write the effective weights of an adapter alone, in two bytes each
   inspect   show what is in a checkpoint or an adapter, and what a conversion would do
   demo      see all of it happen on a real model, in a few minutes
 
@@ -46,6 +47,14 @@ command again: it removes the hidden folder that was left beside OUT and starts 
 
 example:
   peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""
+
+EXPORT = """\
+Write the weights that an adapter has come to, under the names of the model's own parameters, and nothing else: half of
+a dense adapter in bfloat16, for any program. At a loss: float32 raw weights, scales and residual are not in it, so
+training cannot go on from it. Keep the adapter for that.
+
+example:
+  peft-sel export runs/demo/adapter exported --dtype bfloat16"""
 
 INSPECT = """\
 Of a checkpoint, show each weight that a default conversion would touch: shape, spread, the curvature beta it would get,
@@ -102,6 +111,26 @@ def make_parser() -> argparse.ArgumentParser:
         "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
     )
     merge.set_defaults(run=run_merge)
+
+    export = commands.add_parser("export", description=EXPORT, formatter_class=layout)
+    export.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter")
+    export.add_argument("out", metavar="OUT", help="folder to create")
+    export.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the result (bfloat16)"
+    )
+    export.add_argument(
+        "--base",
+        metavar="BASE",
+        help="base checkpoint, which only an adapter without raw weights (train_raw=False) needs",
+    )
+    export.add_argument(
+        "--max-shard-size",
+        metavar="BYTES",
+        type=int,
+        default=5_000_000_000,
+        help="most bytes of weights per file (5e9)",
+    )
+    export.set_defaults(run=run_export)
 
     inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
     inspect.add_argument("path", metavar="MODEL_OR_ADAPTER", help="folder of either, or a model's id on the hub")
@@ -160,6 +189,26 @@ def describe_merge(report: MergeReport) -> str:
     """Return one line about a merge."""
     counts = f"{report.tensors_merged} of {report.tensors_total} tensors from the adapter"
     return f"merged: {report.out_dir} ({counts}, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s)"
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Run `peft-sel export`."""
+    import torch
+
+    from peft_sel.checkpoint import export_weights
+    from peft_sel.jobs import resolve_checkpoint
+
+    report = export_weights(
+        args.adapter,
+        args.out,
+        dtype=getattr(torch, args.dtype),
+        base_dir=resolve_checkpoint(args.base) if args.base else None,
+        max_shard_bytes=args.max_shard_size,
+    )
+    print(
+        f"exported: {report.out_dir} ({report.tensors} tensors, {report.bytes_written / 1e6:.1f} MB); not for training"
+    )
+    return 0
 
 
 def run_inspect(args: argparse.Namespace) -> int:

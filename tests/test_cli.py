@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from peft_sel import SELConfig, __version__
 from peft_sel.cli import main, make_parser
 
-COMMANDS = ("train", "merge", "inspect", "demo")
+COMMANDS = ("train", "merge", "export", "inspect", "demo")
 
 
 @pytest.fixture(autouse=True)

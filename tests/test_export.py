@@ -1,0 +1,133 @@
+"""export_weights: what a merge would put into the base, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_bits, convert, logits, make_tiny, train_steps
+from moe import TARGETS, convert_moe, make_moe
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from peft_sel import export_weights, save_adapter
+from peft_sel.cli import main
+from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OutputExistsError
+
+FILE = "adapter_model.safetensors"
+
+
+def make_trained(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PeftModel:
+    """Train a few steps; base and adapter are in folder."""
+    base = make_tiny(dtype=dtype)
+    base.save_pretrained(folder / "base")
+    model = convert(base, **options)
+    train_steps(model, 2)
+    save_adapter(model.eval(), folder / "adapter")
+    return model
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return dict(sorted(tensors.items()))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "scales only": {"train_raw": False},
+    "biases": {"bias": "sel_only", "beta": 5.0},
+    "saved modules": {"bias": "all", "modules_to_save": ["norm"]},
+    "rich": {"shift": "row", "offset": "column", "mode": "congruent", "r": 3, "residual_alpha": 7.0},
+}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 5_000])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_holds_what_a_merge_changes(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    model = make_trained(tmp_path, **VARIANTS[name])
+    expected = logits(model)
+    targets = {
+        path.replace("base_model.model.", "") for path, module in model.named_modules() if hasattr(module, "sel_config")
+    }
+    base_dir = tmp_path / "base" if name == "scales only" else None
+    report = export_weights(tmp_path / "adapter", tmp_path / "out", base_dir=base_dir, max_shard_bytes=max_shard_bytes)
+    exported = load_tensors(tmp_path / "out")
+    assert report.tensors == len(exported) and report.out_dir == tmp_path / "out"
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert report.bytes_written == sum(sizes) and (len(sizes) > 1) == (max_shard_bytes < 10**6)
+    merged = model.merge_and_unload()
+    state = {key: value for key, value in sorted(merged.state_dict().items()) if key in exported}
+    assert_same_bits(exported, state)
+    weights = {key for key in exported if key.endswith("proj.weight")}
+    assert {f"{path}.weight" for path in targets if path.endswith("proj")} == weights and len(weights) == 14
+    plain = make_tiny(dtype=torch.bfloat16)
+    plain.load_state_dict(exported, strict=False)
+    assert torch.equal(logits(plain), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_round_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_trained(tmp_path, torch.float32)
+    export_weights(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+    state = model.merge_and_unload().state_dict()
+    exported = load_tensors(tmp_path / "out")
+    assert_same_bits(exported, {key: state[key].to(dtype) for key in exported})
+
+
+def test_stacked_experts_have_the_names_of_the_model(tmp_path: Path) -> None:
+    model = convert_moe(make_moe(dtype=torch.bfloat16), target_parameters=TARGETS, init_weights=False)
+    save_adapter(model, tmp_path / "adapter")
+    export_weights(tmp_path / "adapter", tmp_path / "out")
+    state = model.merge_and_unload().state_dict()
+    exported = load_tensors(tmp_path / "out")
+    assert len(exported) == 4
+    assert_same_bits(exported, {key: state[key] for key in exported})
+
+
+def test_refusals_write_nothing(tmp_path: Path) -> None:
+    make_trained(tmp_path)
+    make_trained(tmp_path / "scales", train_raw=False)
+    adapter, scales, out = tmp_path / "adapter", tmp_path / "scales" / "adapter", tmp_path / "new" / "out"
+    make_tiny(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    tokens = convert(make_tiny(), trainable_token_indices=[1])
+    save_adapter(tokens, tmp_path / "tokens")
+    for source, options, error, message in (
+        (adapter, {"dtype": torch.int8}, ConfigError, "dtype=torch.int8"),
+        (adapter, {"max_shard_bytes": 0}, ConfigError, "max_shard_bytes=0"),
+        (scales, {}, CheckpointError, "name the base checkpoint with base_dir"),
+        (scales, {"base_dir": tmp_path / "small"}, CheckpointError, r"small: does not hold model.layers.1"),
+        (tmp_path / "tokens", {}, CheckpointError, "trains single rows of a weight .*; merge it instead"),
+        (tmp_path / "base", {}, CheckpointError, "holds no adapter_config.json"),
+    ):
+        with pytest.raises(error, match=message):
+            export_weights(source, out, **options)
+        assert not out.parent.exists()
+    with pytest.raises(OutputExistsError):
+        export_weights(adapter, tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [(30.0, CheckpointError, "beyond the range"), (float("nan"), BrokenMergeError, "q_proj")],
+)
+def test_values_that_do_not_fit(value: float, error: type[Exception], message: str, tmp_path: Path) -> None:
+    make_trained(tmp_path, r=0, beta=1.0)
+    tensors = load_file(tmp_path / "adapter" / FILE)
+    tensors["base_model.model.model.layers.1.self_attn.q_proj.symexplin_raw"][0, 0] = value
+    save_file(tensors, tmp_path / "adapter" / FILE, {"format": "pt"})
+    with pytest.raises(error, match=message):
+        export_weights(tmp_path / "adapter", tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trained(tmp_path, train_raw=False)
+    command = ["export", str(tmp_path / "adapter"), str(tmp_path / "out")]
+    assert main(command) == 2 and "base_dir" in capsys.readouterr().err
+    assert main([*command, "--base", str(tmp_path / "base"), "--dtype", "float16", "--max-shard-size", "9000"]) == 0
+    assert "14 tensors" in capsys.readouterr().out
+    assert {tensor.dtype for tensor in load_tensors(tmp_path / "out").values()} == {torch.float16}
