@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -266,7 +267,8 @@ def test_an_output_that_was_set_aside_is_put_back(tmp_path: Path) -> None:
     for overwrite in (False, True):
         fill(tmp_path / ".out.replaced-01234567", OLD)
         fill(tmp_path / ".out.unfinished-01234567", NEW)
-        with pytest.warns(UserWarning, match="out: put back") as said, suppress(OutputExistsError):
+        with warnings.catch_warnings(record=True) as said, suppress(OutputExistsError):
+            warnings.simplefilter("always")
             make(out, {**NEW, "config.json": "newer"}, overwrite=overwrite)
         assert [str(warning.message).split(": ")[1].split(",")[0] for warning in said] == [
             "put back",
