@@ -64,10 +64,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made
 
 
-def faults_of(calls: list[str]) -> list[Fault]:
-    """Kill before each call, within each write, and after the last."""
+def faults_of(calls: list[str], every: int) -> list[Fault]:
+    """Kill before each call, within each write, and after the last: every nth time until the shards are written."""
+    last_shard = max(number for number, call in enumerate(calls) if re.match(r"close .*\.safetensors$", call))
     faults = [Fault(number, "before") for number in range(len(calls))]
     faults += [Fault(number, "half") for number, call in enumerate(calls) if call.startswith("write")]
+    faults = [fault for number, fault in enumerate(faults) if number % every == 0 or fault.at >= last_shard]
     return [*faults, Fault(len(calls) - 1, "after")]
 
 
@@ -106,11 +108,15 @@ def check_killed(out: Path, old: Contents | None, new: Contents, can_exchange: b
             assert old is not None and found.items() <= old.items() and read_all(out) == new
 
 
+EVERY = [pytest.param(1, marks=pytest.mark.slow), 2]  # of the calls before the end: 338 kills, or 216
 CASES = ["new", "new, over leftovers", "overwrite", "overwrite without renameat2"]
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("case", CASES)
-def test_a_kill_leaves_all_or_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_kill_leaves_all_or_nothing(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, every: int
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     old, new = read_all(made.old) if "overwrite" in case else None, read_all(made.new)
     can_exchange = "without" not in case
@@ -135,9 +141,9 @@ def test_a_kill_leaves_all_or_nothing(made: Made, tmp_path: Path, monkeypatch: p
     assert read_all(place) == {f"out/{name}": data for name, data in new.items()}
     if can_exchange:
         check_order(whole.calls, new)
-    faults = faults_of(whole.calls)
+    faults = faults_of(whole.calls, every)
     print(len(faults), case)
-    assert len(faults) >= 60
+    assert len(faults) >= (80 if every == 1 else 40)
     for fault in faults:
         assert run_child(fault).killed
         check_killed(out, old, new, can_exchange)
@@ -150,8 +156,9 @@ def test_a_kill_leaves_all_or_nothing(made: Made, tmp_path: Path, monkeypatch: p
         assert bool(said) == has_left and len(said) <= 2
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_full_disk_leaves_everything_as_it_was(made: Made, tmp_path: Path, overwrite: bool) -> None:
+def test_a_full_disk_leaves_everything_as_it_was(made: Made, tmp_path: Path, overwrite: bool, every: int) -> None:
     out = tmp_path / "out"
     if overwrite:
         fill(out, read_all(made.old))
@@ -160,7 +167,7 @@ def test_a_full_disk_leaves_everything_as_it_was(made: Made, tmp_path: Path, ove
     shutil.rmtree(tmp_path / "whole")
     numbers = [number for number, call in enumerate(calls) if call.split()[0] in ("write", "fsync", "close", "mkdir")]
     assert len(numbers) >= 50
-    for number in numbers:
+    for number in [*numbers[: -4 : 2 * every], *numbers[-4:]]:
         outcome = run_in_child(lambda: made.merge(out, overwrite), Fault(number, "full"))
         assert not outcome.killed and outcome.error is not None
         assert re.match(
