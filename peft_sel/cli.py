@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TextIO
 
 from peft_sel.checkpoint import MergeReport
 from peft_sel.errors import SELError
@@ -151,8 +151,15 @@ def run_merge(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_warning(message: Warning | str, *details: Any) -> None:
-    """Print a warning as one line, without the place in the code."""
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line of standard error, without the place in the code."""
     print(f"peft-sel: {' '.join(str(message).split())}", file=sys.stderr)
 
 

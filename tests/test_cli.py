@@ -79,6 +79,7 @@ def test_merge(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shards) > 1 and all(tensor.dtype == torch.float32 for tensor in load_file(shards[0]).values())
 
 
+@pytest.mark.filterwarnings("default:.*left by a killed run")
 def test_merge_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["merge", str(folder / "base"), str(folder / "adapter"), str(folder / "merged")]
     left = folder / ".merged.unfinished-01234567"

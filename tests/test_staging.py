@@ -361,7 +361,7 @@ FOREIGN = {
     "pickled": ({"config.json": "", "pytorch_model.bin": ""}, "pytorch_model.bin"),
     "an adapter": ({"adapter_config.json": "", "adapter_model.safetensors": ""}, "adapter_config.json"),
     "notes": ({**OLD, "notes.txt": ""}, "notes.txt"),
-    "a training": ({**OLD, "optimizer.pt": "", "trainer_state.json": ""}, "optimizer.pt, trainer_state.json"),
+    "a training": ({**OLD, "optimizer.pt": "", "trainer_state.json": ""}, "holds optimizer.pt"),
     "folders": ({**OLD, "checkpoint-10/model.safetensors": ""}, "checkpoint-10"),
     "hidden": ({**OLD, ".git/HEAD": ""}, r"\.git"),
     "in the templates": ({**OLD, "additional_chat_templates/notes.txt": ""}, "additional_chat_templates/notes.txt"),
@@ -375,7 +375,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_nothing_but_a_checkpoint_is_overwritten(tmp_path: Path, kind: str) -> None:
     files, message = FOREIGN[kind]
-    base, out = fill(tmp_path / "base", OLD), tmp_path / "out"
+    base, out = fill(tmp_path / "base", {**OLD, "optimizer.pt": "", "trainer_state.json": ""}), tmp_path / "out"
     out.mkdir()
     if files is not None:
         fill(out, files)

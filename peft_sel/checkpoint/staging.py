@@ -22,6 +22,10 @@ from pathlib import Path
 
 from peft_sel.errors import CheckpointError, OutputExistsError, list_names
 
+# Weights in any format, and what would make transformers load an adapter on top of the merged model.
+NOT_COPIED = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|\..*\.lock|adapter_config\.json|config\.json"
+)
 COPIED_FOLDERS = ("additional_chat_templates",)
 # What save_pretrained of models, tokenizers and processors, and merge_checkpoint, write or copy.
 CHECKPOINT_FILES = re.compile(
@@ -41,7 +45,7 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     Args:
         out_dir: The folder.
         overwrite: Whether it may be there, as a folder with a checkpoint and nothing else.
-        inputs: Folders that it may neither be nor hold. A file named like one in the first may be part of a checkpoint.
+        inputs: Folders that it may neither be nor hold. What a merge copies from the first may be in a checkpoint.
 
     Raises:
         OutputExistsError: If it exists and overwrite is False.
@@ -57,19 +61,26 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     for used in (Path.cwd(), *(folder.resolve() for folder in inputs)):
         if used.is_relative_to(place):
             raise _not_replaceable(out_dir, f"{'' if used == place else 'a parent of '}{used}, which is in use")
-    known = {path.name for folder in inputs[:1] if folder.is_dir() for path in folder.iterdir() if path.is_file()}
+    copied = {name for folder in inputs[:1] if folder.is_dir() for name in os.listdir(folder) if is_copied(name)}
     foreign, has_weights = [], False
     for path in sorted(out_dir.iterdir()):
         if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
             foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
         elif (
-            path.is_symlink() or not path.is_file() or not (CHECKPOINT_FILES.fullmatch(path.name) or path.name in known)
+            path.is_symlink()
+            or not path.is_file()
+            or not (CHECKPOINT_FILES.fullmatch(path.name) or path.name in copied)
         ):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
         names = list_names(path.relative_to(out_dir) for path in foreign)
         raise _not_replaceable(out_dir, f"not a checkpoint alone (it holds {names or 'no .safetensors file'})")
+
+
+def is_copied(name: str) -> bool:
+    """Return whether a file of a base goes into what it is merged to."""
+    return not NOT_COPIED.fullmatch(name.lower())
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
@@ -122,8 +133,11 @@ def _is_at(descriptor: int, path: Path) -> bool:
 class _Output:
     """An output folder and the hidden names beside it.
 
+    Args:
+        out_dir: The output folder.
+
     Attributes:
-        path: The output folder, absolute.
+        path: The same, absolute.
         has_locks: Whether its file system has locks; without, only what this object made is cleared away.
     """
 
