@@ -41,8 +41,14 @@ on several processes:
 
 MERGE = """\
 Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is
-an ordinary checkpoint that loads without this package. OUT appears only when it is complete; after a kill, run the same
-command again: it removes the hidden folder that was left beside OUT and starts anew.
+an ordinary checkpoint that loads without this package.
+
+All is written to a hidden folder beside OUT, which gets the name OUT when every byte is on the disk; Ctrl-C and errors
+leave nothing. SIGKILL and SIGTERM leave the hidden folder: run the command again, and it says that it removes that, and
+starts anew. --overwrite replaces a checkpoint in OUT at the moment when the new one is complete, so the disk needs room
+for both, and never a folder with anything else in it. Where the file system has no locks (some network ones), leftovers
+are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT under a
+hidden name, and the next merge puts it back.
 
 example:
   peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""

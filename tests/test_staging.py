@@ -123,6 +123,26 @@ def test_an_error_between_the_renames(
     assert read_all(out) == (NEW if number + isinstance(error, KeyboardInterrupt) >= 2 else OLD)
 
 
+def test_an_output_that_appears_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = fill(tmp_path / "out", OLD), os.rename
+
+    def rename_and_appear(source: Path, target: Path) -> None:
+        rename(source, target)
+        if source == out:
+            fill(out, {**OLD, "config.json": "theirs"})
+
+    monkeypatch.setattr(staging, "_rename_with", lambda flag, source, target: False)
+    monkeypatch.setattr(os, "rename", rename_and_appear)
+    with pytest.raises(CheckpointError, match="Directory not empty"):
+        make(out, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="is an earlier one that a killed run had set aside; remove or rename it"):
+            make(out, overwrite=True)
+    (aside,) = tmp_path.glob(".out.replaced-*")
+    assert read_all(aside) == OLD and read_all(out) == NEW
+
+
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_rename_that_does_not_reach_the_disk_is_undone(
@@ -407,7 +427,7 @@ def test_what_is_in_use_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.M
         "adapter inside": [base, inside],
         "base through a link": [tmp_path / "link", adapter],
     }
-    with pytest.raises(CheckpointError, match=r"out: is .*, which is in use, and only"):
+    with pytest.raises(CheckpointError, match=r"out: is or holds .*, which is in use; name another"):
         make(out, overwrite=True, inputs=inputs.get(used, [base, adapter]))
     assert read_all(out) == OLD and {"out", "base", "adapter", "link"} == set(names(tmp_path))
 

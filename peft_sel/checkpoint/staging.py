@@ -29,12 +29,11 @@ NOT_COPIED = re.compile(
 COPIED_FOLDERS = ("additional_chat_templates",)
 # What save_pretrained of models, tokenizers and processors, and merge_checkpoint, write or copy.
 CHECKPOINT_FILES = re.compile(
-    r"(?!adapter_).*\.safetensors|.*\.safetensors\.index\.json|(generation_|preprocessor_|processor_|tokenizer_)?config\.json"
-    r"|(video_)?(preprocessor|processor)_config\.json|tokenizer(\.json|\.model)|.*\.(spm|tiktoken)|spiece\.model"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|chat_template\.(json|jinja)"
+    r"(?!adapter_).*\.safetensors(\.index\.json)?|((generation|tokenizer|(video_)?(pre)?processor)_)?config\.json"
+    r"|tokenizer\.(json|model)|.*\.(spm|tiktoken)|spiece\.model|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt)|merges\.txt|chat_template\.(json|jinja)"
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
-    r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes",
-    re.IGNORECASE,
+    r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
@@ -57,20 +56,15 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
         raise OutputExistsError(out_dir)
     if out_dir.is_symlink() or not out_dir.is_dir():
         raise _not_replaceable(out_dir, "a symbolic link" if out_dir.is_symlink() else "not a folder")
-    place = out_dir.resolve()
-    for used in (Path.cwd(), *(folder.resolve() for folder in inputs)):
-        if used.is_relative_to(place):
-            raise _not_replaceable(out_dir, f"{'' if used == place else 'a parent of '}{used}, which is in use")
+    for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
+        if any(parent.exists() and parent.samefile(out_dir) for parent in (used, *used.parents)):
+            raise CheckpointError(out_dir, f"is or holds {used}, which is in use", "name another output folder")
     copied = {name for folder in inputs[:1] if folder.is_dir() for name in os.listdir(folder) if is_copied(name)}
     foreign, has_weights = [], False
     for path in sorted(out_dir.iterdir()):
         if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
             foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
-        elif (
-            path.is_symlink()
-            or not path.is_file()
-            or not (CHECKPOINT_FILES.fullmatch(path.name) or path.name in copied)
-        ):
+        elif path.is_symlink() or not path.is_file() or not (path.name in copied or _is_known(path.name)):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
@@ -81,6 +75,11 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
 def is_copied(name: str) -> bool:
     """Return whether a file of a base goes into what it is merged to."""
     return not NOT_COPIED.fullmatch(name.lower())
+
+
+def _is_known(name: str) -> bool:
+    """Return whether a file may be in a checkpoint, by its name."""
+    return bool(CHECKPOINT_FILES.fullmatch(name.lower()))
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
@@ -259,10 +258,13 @@ class _Output:
 
     def clean_up(self) -> None:
         """Remove the staged folder, or what was exchanged for it."""
-        if self.aside.exists() and not os.path.lexists(self.path):
-            os.rename(self.aside, self.path)  # interrupted between two renames
-        elif self.aside.exists() and not self.staging.exists():
-            os.rename(self.aside, self.staging)
+        if self.aside.exists():  # interrupted between two renames
+            if not os.path.lexists(self.path):
+                os.rename(self.aside, self.path)
+            elif not self.staging.exists():
+                os.rename(self.aside, self.staging)
+            else:  # someone made the output between the two: the next run tells of the old one
+                return
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
