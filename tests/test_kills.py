@@ -15,6 +15,7 @@ import torch
 from kill_harness import Fault, Outcome, run_in_child, small_disk
 from models import make_tiny
 from peft import get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from peft_sel import SELConfig, merge_checkpoint
@@ -193,3 +194,18 @@ def test_a_disk_that_is_too_small(made: Made, tmp_path: Path, overwrite: bool) -
     if outcome.error is not None and outcome.error.startswith("PermissionError"):
         pytest.skip("no small disk can be mounted here")
     assert (outcome.killed, outcome.error) == (False, None)
+
+
+def test_a_kill_in_a_writer_that_is_not_python(tmp_path: Path) -> None:
+    """The harness itself: safetensors writes without calls that can be counted."""
+    file, tensors = tmp_path / "x.safetensors", {"x": torch.randn(10000)}
+
+    def save() -> None:
+        save_file(tensors, file)
+
+    assert run_in_child(save) == Outcome([], False, None)
+    whole = file.read_bytes()
+    assert run_in_child(save, max_file_bytes=len(whole)) == Outcome([], False, None)
+    file.unlink()
+    assert run_in_child(save, max_file_bytes=len(whole) - 1).killed
+    assert all(path.stat().st_size < len(whole) for path in tmp_path.iterdir())

@@ -389,6 +389,7 @@ FOREIGN = {
     "a link": (None, "a symbolic link"),
     "a broken link": (None, "a symbolic link"),
     "linked weights": (None, r"it holds model\.safetensors"),
+    "linked templates": (None, "it holds additional_chat_templates"),
 }
 
 
@@ -401,6 +402,10 @@ def test_nothing_but_a_checkpoint_is_overwritten(tmp_path: Path, kind: str) -> N
         fill(out, files)
     elif kind == "linked weights":
         (out / "model.safetensors").symlink_to(base / "model.safetensors")
+    elif kind == "linked templates":
+        fill(out, OLD)
+        (tmp_path / "empty").mkdir()
+        (out / "additional_chat_templates").symlink_to(tmp_path / "empty")
     else:
         out.rmdir()
         if kind == "a file":
