@@ -269,11 +269,12 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_no_lock(tmp_path: Path, mon
     assert seen == [False, True] and names(tmp_path) == ["out"]
 
 
-def test_without_locks_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> NoReturn:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+@pytest.mark.parametrize("lacking", ["locks", "inode numbers"])
+def test_without_locks_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    if lacking == "locks":
+        monkeypatch.setattr("fcntl.flock", lambda *args: throw(OSError(errno.ENOLCK, "No locks available")))
+    else:
+        monkeypatch.setattr(staging, "_is_at", lambda descriptor, path: False)
     make(tmp_path / "out")
     left = fill(tmp_path / ".out.unfinished-01234567", OLD)
     with pytest.warns(UserWarning, match=r"earlier runs left .*unfinished-01234567, and without file locks"):

@@ -35,6 +35,7 @@ CHECKPOINT_FILES = re.compile(
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
     r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
+LOCK_TRIES = 20
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
@@ -153,23 +154,29 @@ class _Output:
     def lock(self) -> Iterator[None]:
         """Hold the lock of the output, or raise if a living process does."""
         path = self.path.with_name(f".{self.path.name}.lock")
-        descriptor = None
-        while descriptor is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-            try:
-                self.has_locks = self._try_lock(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if not _is_at(descriptor, path):  # its holder was done, and removed it, after it was opened here
-                os.close(descriptor)
-                descriptor = None
+        descriptor = self._open_locked(path)
         try:
             yield
         finally:
             with suppress(OSError):
                 os.unlink(path)
             os.close(descriptor)
+
+    def _open_locked(self, path: Path) -> int:
+        """Return an open file that is locked and has this name, or that cannot be locked."""
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        for _ in range(LOCK_TRIES):
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                self.has_locks = self._try_lock(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if not self.has_locks or _is_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # its holder was done, and removed it, after it was opened here
+        self.has_locks = False  # a file system without lasting inode numbers
+        return os.open(path, flags, 0o666)
 
     def _try_lock(self, descriptor: int) -> bool:
         """Lock the file; return whether it can be locked at all."""
