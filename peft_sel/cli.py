@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TextIO
 
 from peft_sel.checkpoint import MergeReport
 from peft_sel.errors import SELError
@@ -42,8 +42,14 @@ on several processes:
 
 MERGE = """\
 Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is
-an ordinary checkpoint that loads without this package. OUT appears only when it is complete; after a kill, run the same
-command again: it removes the hidden folder that was left beside OUT and starts anew.
+an ordinary checkpoint that loads without this package.
+
+All is written to a hidden folder beside OUT, which gets the name OUT when every byte is on the disk; Ctrl-C and errors
+leave nothing. SIGKILL and SIGTERM leave the hidden folder: run the command again, and it says that it removes that, and
+starts anew. --overwrite replaces a checkpoint in OUT at the moment when the new one is complete, so the disk needs room
+for both, and never a folder with anything else in it. Where the file system has no locks (some network ones), leftovers
+are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT under a
+hidden name, and the next merge puts it back.
 
 example:
   peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""
@@ -180,8 +186,15 @@ def run_merge(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_warning(message: Warning | str, *details: Any) -> None:
-    """Print a warning as one line, without the place in the code."""
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line of standard error, without the place in the code."""
     print(f"peft-sel: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -79,6 +79,22 @@ def test_merge(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shards) > 1 and all(tensor.dtype == torch.float32 for tensor in load_file(shards[0]).values())
 
 
+@pytest.mark.filterwarnings("default:.*left by a killed run")
+def test_merge_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["merge", str(folder / "base"), str(folder / "adapter"), str(folder / "merged")]
+    left = folder / ".merged.unfinished-01234567"
+    left.mkdir()
+    assert main([*command, "--max-shard-size", "30000"]) == 0
+    captured = capsys.readouterr()
+    said = f"peft-sel: {folder / 'merged'}: removed {left.name}, left by a killed run; starting anew\n"
+    assert captured.err == said and captured.out.startswith("merged: ") and not left.exists()
+    assert "merged already exists" in failure(command, capsys)
+    assert main([*command, "--overwrite"]) == 0
+    assert (folder / "merged" / "model.safetensors").is_file() and not list((folder / "merged").glob("*index.json"))
+    (folder / "merged" / "notes.txt").write_text("")
+    assert "merged: is not a checkpoint alone (it holds notes.txt), and" in failure([*command, "--overwrite"], capsys)
+
+
 def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder / "base")]) == 0
     table = capsys.readouterr().out

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -120,6 +121,26 @@ def test_an_error_between_the_renames(
         make(out, overwrite=True)
     assert calls > number and names(tmp_path) == ["out"]
     assert read_all(out) == (NEW if number + isinstance(error, KeyboardInterrupt) >= 2 else OLD)
+
+
+def test_an_output_that_appears_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = fill(tmp_path / "out", OLD), os.rename
+
+    def rename_and_appear(source: Path, target: Path) -> None:
+        rename(source, target)
+        if source == out:
+            fill(out, {**OLD, "config.json": "theirs"})
+
+    monkeypatch.setattr(staging, "_rename_with", lambda flag, source, target: False)
+    monkeypatch.setattr(os, "rename", rename_and_appear)
+    with pytest.raises(CheckpointError, match="Directory not empty"):
+        make(out, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="is an earlier one that a killed run had set aside; remove or rename it"):
+            make(out, overwrite=True)
+    (aside,) = tmp_path.glob(".out.replaced-*")
+    assert read_all(aside) == OLD and read_all(out) == NEW
 
 
 @pytest.mark.usefixtures("renaming")
@@ -248,11 +269,12 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_no_lock(tmp_path: Path, mon
     assert seen == [False, True] and names(tmp_path) == ["out"]
 
 
-def test_without_locks_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> NoReturn:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+@pytest.mark.parametrize("lacking", ["locks", "inode numbers"])
+def test_without_locks_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    if lacking == "locks":
+        monkeypatch.setattr("fcntl.flock", lambda *args: throw(OSError(errno.ENOLCK, "No locks available")))
+    else:
+        monkeypatch.setattr(staging, "_is_at", lambda descriptor, path: False)
     make(tmp_path / "out")
     left = fill(tmp_path / ".out.unfinished-01234567", OLD)
     with pytest.warns(UserWarning, match=r"earlier runs left .*unfinished-01234567, and without file locks"):
@@ -266,7 +288,8 @@ def test_an_output_that_was_set_aside_is_put_back(tmp_path: Path) -> None:
     for overwrite in (False, True):
         fill(tmp_path / ".out.replaced-01234567", OLD)
         fill(tmp_path / ".out.unfinished-01234567", NEW)
-        with pytest.warns(UserWarning, match="out: put back") as said, suppress(OutputExistsError):
+        with warnings.catch_warnings(record=True) as said, suppress(OutputExistsError):
+            warnings.simplefilter("always")
             make(out, {**NEW, "config.json": "newer"}, overwrite=overwrite)
         assert [str(warning.message).split(": ")[1].split(",")[0] for warning in said] == [
             "put back",
@@ -359,7 +382,7 @@ FOREIGN = {
     "pickled": ({"config.json": "", "pytorch_model.bin": ""}, "pytorch_model.bin"),
     "an adapter": ({"adapter_config.json": "", "adapter_model.safetensors": ""}, "adapter_config.json"),
     "notes": ({**OLD, "notes.txt": ""}, "notes.txt"),
-    "a training": ({**OLD, "optimizer.pt": "", "trainer_state.json": ""}, "optimizer.pt, trainer_state.json"),
+    "a training": ({**OLD, "optimizer.pt": "", "trainer_state.json": ""}, "holds optimizer.pt"),
     "folders": ({**OLD, "checkpoint-10/model.safetensors": ""}, "checkpoint-10"),
     "hidden": ({**OLD, ".git/HEAD": ""}, r"\.git"),
     "in the templates": ({**OLD, "additional_chat_templates/notes.txt": ""}, "additional_chat_templates/notes.txt"),
@@ -367,18 +390,23 @@ FOREIGN = {
     "a link": (None, "a symbolic link"),
     "a broken link": (None, "a symbolic link"),
     "linked weights": (None, r"it holds model\.safetensors"),
+    "linked templates": (None, "it holds additional_chat_templates"),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_nothing_but_a_checkpoint_is_overwritten(tmp_path: Path, kind: str) -> None:
     files, message = FOREIGN[kind]
-    base, out = fill(tmp_path / "base", OLD), tmp_path / "out"
+    base, out = fill(tmp_path / "base", {**OLD, "optimizer.pt": "", "trainer_state.json": ""}), tmp_path / "out"
     out.mkdir()
     if files is not None:
         fill(out, files)
     elif kind == "linked weights":
         (out / "model.safetensors").symlink_to(base / "model.safetensors")
+    elif kind == "linked templates":
+        fill(out, OLD)
+        (tmp_path / "empty").mkdir()
+        (out / "additional_chat_templates").symlink_to(tmp_path / "empty")
     else:
         out.rmdir()
         if kind == "a file":
@@ -405,7 +433,7 @@ def test_what_is_in_use_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.M
         "adapter inside": [base, inside],
         "base through a link": [tmp_path / "link", adapter],
     }
-    with pytest.raises(CheckpointError, match=r"out: is .*, which is in use, and only"):
+    with pytest.raises(CheckpointError, match=r"out: is or holds .*, which is in use; name another"):
         make(out, overwrite=True, inputs=inputs.get(used, [base, adapter]))
     assert read_all(out) == OLD and {"out", "base", "adapter", "link"} == set(names(tmp_path))
 

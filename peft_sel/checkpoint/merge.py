@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -31,15 +30,11 @@ from peft_sel.checkpoint.shards import (
     write_shard,
     write_text,
 )
-from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, staged_folder
+from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
 from peft_sel.conversion import rebuild_weight
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, list_names
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Weights in any format, and what would make transformers load an adapter on top of the merged model.
-NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|\..*\.lock|adapter_config\.json|config\.json"
-)
 
 
 @dataclass(frozen=True)
@@ -260,7 +255,7 @@ class _Plan:
 
 def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
     """Copy what lies beside the weights: tokenizer, generation config, chat templates, licence."""
-    sources = [path for path in base_dir.iterdir() if not NOT_COPIED.fullmatch(path.name.lower())]
+    sources = [path for path in base_dir.iterdir() if is_copied(path.name)]
     for folder in COPIED_FOLDERS:
         if (base_dir / folder).is_dir():
             (out_dir / folder).mkdir()

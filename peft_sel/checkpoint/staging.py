@@ -22,16 +22,20 @@ from pathlib import Path
 
 from peft_sel.errors import CheckpointError, OutputExistsError, list_names
 
+# Weights in any format, and what would make transformers load an adapter on top of the merged model.
+NOT_COPIED = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|\..*\.lock|adapter_config\.json|config\.json"
+)
 COPIED_FOLDERS = ("additional_chat_templates",)
 # What save_pretrained of models, tokenizers and processors, and merge_checkpoint, write or copy.
 CHECKPOINT_FILES = re.compile(
-    r"(?!adapter_).*\.safetensors|.*\.safetensors\.index\.json|(generation_|preprocessor_|processor_|tokenizer_)?config\.json"
-    r"|(video_)?(preprocessor|processor)_config\.json|tokenizer(\.json|\.model)|.*\.(spm|tiktoken)|spiece\.model"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|chat_template\.(json|jinja)"
+    r"(?!adapter_).*\.safetensors(\.index\.json)?|((generation|tokenizer|(video_)?(pre)?processor)_)?config\.json"
+    r"|tokenizer\.(json|model)|.*\.(spm|tiktoken)|spiece\.model|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt)|merges\.txt|chat_template\.(json|jinja)"
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
-    r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes",
-    re.IGNORECASE,
+    r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
+LOCK_TRIES = 20
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
@@ -41,7 +45,7 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     Args:
         out_dir: The folder.
         overwrite: Whether it may be there, as a folder with a checkpoint and nothing else.
-        inputs: Folders that it may neither be nor hold. A file named like one in the first may be part of a checkpoint.
+        inputs: Folders that it may neither be nor hold. What a merge copies from the first may be in a checkpoint.
 
     Raises:
         OutputExistsError: If it exists and overwrite is False.
@@ -53,23 +57,30 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
         raise OutputExistsError(out_dir)
     if out_dir.is_symlink() or not out_dir.is_dir():
         raise _not_replaceable(out_dir, "a symbolic link" if out_dir.is_symlink() else "not a folder")
-    place = out_dir.resolve()
-    for used in (Path.cwd(), *(folder.resolve() for folder in inputs)):
-        if used.is_relative_to(place):
-            raise _not_replaceable(out_dir, f"{'' if used == place else 'a parent of '}{used}, which is in use")
-    known = {path.name for folder in inputs[:1] if folder.is_dir() for path in folder.iterdir() if path.is_file()}
+    for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
+        if any(parent.exists() and parent.samefile(out_dir) for parent in (used, *used.parents)):
+            raise CheckpointError(out_dir, f"is or holds {used}, which is in use", "name another output folder")
+    copied = {name for folder in inputs[:1] if folder.is_dir() for name in os.listdir(folder) if is_copied(name)}
     foreign, has_weights = [], False
     for path in sorted(out_dir.iterdir()):
         if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
             foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
-        elif (
-            path.is_symlink() or not path.is_file() or not (CHECKPOINT_FILES.fullmatch(path.name) or path.name in known)
-        ):
+        elif path.is_symlink() or not path.is_file() or not (path.name in copied or _is_known(path.name)):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
         names = list_names(path.relative_to(out_dir) for path in foreign)
         raise _not_replaceable(out_dir, f"not a checkpoint alone (it holds {names or 'no .safetensors file'})")
+
+
+def is_copied(name: str) -> bool:
+    """Return whether a file of a base goes into what it is merged to."""
+    return not NOT_COPIED.fullmatch(name.lower())
+
+
+def _is_known(name: str) -> bool:
+    """Return whether a file may be in a checkpoint, by its name."""
+    return bool(CHECKPOINT_FILES.fullmatch(name.lower()))
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
@@ -122,8 +133,11 @@ def _is_at(descriptor: int, path: Path) -> bool:
 class _Output:
     """An output folder and the hidden names beside it.
 
+    Args:
+        out_dir: The output folder.
+
     Attributes:
-        path: The output folder, absolute.
+        path: The same, absolute.
         has_locks: Whether its file system has locks; without, only what this object made is cleared away.
     """
 
@@ -140,23 +154,29 @@ class _Output:
     def lock(self) -> Iterator[None]:
         """Hold the lock of the output, or raise if a living process does."""
         path = self.path.with_name(f".{self.path.name}.lock")
-        descriptor = None
-        while descriptor is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-            try:
-                self.has_locks = self._try_lock(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if not _is_at(descriptor, path):  # its holder was done, and removed it, after it was opened here
-                os.close(descriptor)
-                descriptor = None
+        descriptor = self._open_locked(path)
         try:
             yield
         finally:
             with suppress(OSError):
                 os.unlink(path)
             os.close(descriptor)
+
+    def _open_locked(self, path: Path) -> int:
+        """Return an open file that is locked and has this name, or that cannot be locked."""
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        for _ in range(LOCK_TRIES):
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                self.has_locks = self._try_lock(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if not self.has_locks or _is_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # its holder was done, and removed it, after it was opened here
+        self.has_locks = False  # a file system without lasting inode numbers
+        return os.open(path, flags, 0o666)
 
     def _try_lock(self, descriptor: int) -> bool:
         """Lock the file; return whether it can be locked at all."""
@@ -245,10 +265,13 @@ class _Output:
 
     def clean_up(self) -> None:
         """Remove the staged folder, or what was exchanged for it."""
-        if self.aside.exists() and not os.path.lexists(self.path):
-            os.rename(self.aside, self.path)  # interrupted between two renames
-        elif self.aside.exists() and not self.staging.exists():
-            os.rename(self.aside, self.staging)
+        if self.aside.exists():  # interrupted between two renames
+            if not os.path.lexists(self.path):
+                os.rename(self.aside, self.path)
+            elif not self.staging.exists():
+                os.rename(self.aside, self.staging)
+            else:  # someone made the output between the two: the next run tells of the old one
+                return
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
