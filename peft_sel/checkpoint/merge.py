@@ -1,15 +1,16 @@
-"""Merge an adapter into a safetensors checkpoint, file to file, without building the model."""
+"""Merge adapters into a safetensors checkpoint, file to file, without building the model."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +46,8 @@ class MergeReport:
 
     Attributes:
         tensors_total: Tensors in the output.
-        tensors_merged: Of these, tensors whose values come from the adapter.
-        bytes_read: Bytes of tensor data read from the base and the adapter.
+        tensors_merged: Of these, tensors whose values come from an adapter.
+        bytes_read: Bytes of tensor data read from the base and the adapters.
         bytes_written: Bytes of weights files written.
         seconds: Wall time.
         out_dir: The output folder.
@@ -131,6 +132,10 @@ def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: boo
             members = [entry for entry in entries if entry.file == file]
             num_bytes += write_shard(out_dir / file, members, compute, plan.base.metadata.get(file, first_metadata))
     if index_metadata is not None:
+        count = index_metadata.get("total_parameters")
+        if isinstance(count, int):
+            count += sum(math.prod(entry.shape) for entry in entries if entry.name in plan.untied)
+            index_metadata = {**index_metadata, "total_parameters": count}
         write_index(out_dir / f"{MODEL_FILE}.index.json", entries, index_metadata)
     return num_bytes
 
@@ -138,22 +143,25 @@ def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: boo
 @torch.no_grad()
 def merge_checkpoint(
     base_dir: str | Path,
-    adapter_dir: str | Path,
+    adapter_dir: str | Path | Sequence[str | Path],
     out_dir: str | Path,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     progress: bool = True,
 ) -> MergeReport:
-    """Write a base checkpoint with an adapter folded in (Eq. 3-7), as an ordinary checkpoint that needs no peft_sel.
+    """Write a base checkpoint with adapters folded in (Eq. 3-7), as an ordinary checkpoint that needs no peft_sel.
 
     Works tensor by tensor, so memory holds one tensor and its raw weight, whatever the model's size. The values are
-    those of merge_and_unload, bit for bit, and at zero training steps those of a bf16 or fp16 base. out_dir appears
+    those of merge_and_unload, bit for bit, and at zero training steps those of a bf16 or fp16 base. Several adapters
+    are those of merge_and_unload(adapter_names=[...]): all were trained on this base, and what each adds to a weight,
+    w_eff - w_base, is summed. An adapter that was trained on top of a merged other one needs a second merge, into the
+    output of the first. out_dir appears
     only when it is complete: everything is written to a hidden folder beside it, brought to the disk and renamed.
 
     Args:
         base_dir: Folder of the base model: safetensors, one file or shards with an index.
-        adapter_dir: Folder that PeftModel.save_pretrained wrote.
+        adapter_dir: Folder that PeftModel.save_pretrained wrote, or several of them.
         out_dir: Folder to create.
         dtype: Dtype of all floating-point tensors of the output (float16, bfloat16, float32 or float64), also entered
             in config.json; None keeps each tensor's own.
@@ -165,11 +173,12 @@ def merge_checkpoint(
 
     Raises:
         OutputExistsError: If out_dir exists.
-        ConfigError: If dtype or max_shard_bytes cannot be used.
-        CheckpointError: If a folder or file is missing, corrupt or pickled, the adapter is no SEL adapter, a tensor of
-            it has no counterpart in the base or does not fit it, or the output cannot be written.
+        ConfigError: If dtype or max_shard_bytes cannot be used, or no adapter is named.
+        CheckpointError: If a folder or file is missing, corrupt or pickled, an adapter is no SEL adapter, a tensor of
+            it has no counterpart in the base or does not fit it, two adapters replace one tensor (modules_to_save,
+            bias="all"), or the output cannot be written.
         BrokenMergeError: If a merged tensor holds NaN or infinity.
-        NonFiniteWeightError: If the adapter trains only scales and a base weight holds NaN or infinity.
+        NonFiniteWeightError: If an adapter trains only scales and a base weight holds NaN or infinity.
     """
     started = time.perf_counter()
     out_dir = Path(out_dir)
@@ -179,15 +188,19 @@ def merge_checkpoint(
         raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, WEIGHT_DTYPES))}")
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
-    with CheckpointReader(base_dir) as base, Adapter(adapter_dir) as adapter:
-        plan = Plan(base, adapter, dtype)
+    adapter_dirs = [adapter_dir] if isinstance(adapter_dir, (str, Path)) else adapter_dir
+    if not adapter_dirs:
+        raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
+    with CheckpointReader(base_dir) as base, ExitStack() as stack:
+        adapters = [stack.enter_context(Adapter(folder)) for folder in adapter_dirs]
+        plan = Plan(base, adapters, dtype)
         with _staged_folder(out_dir) as staging:
             _copy_side_files(base.folder, staging)
             bytes_written = _write(plan, staging, max_shard_bytes, progress)
         return MergeReport(
             tensors_total=len(base.entries) + len(plan.untied),
             tensors_merged=plan.tensors_merged,
-            bytes_read=base.bytes_read + adapter.reader.bytes_read,
+            bytes_read=base.bytes_read + sum(adapter.reader.bytes_read for adapter in adapters),
             bytes_written=bytes_written,
             seconds=time.perf_counter() - started,
             out_dir=out_dir,

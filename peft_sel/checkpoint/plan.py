@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence, Set
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weig
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry, read_json
-from peft_sel.conversion import rebuild_weight
+from peft_sel.conversion import add_differences, rebuild_weight, wide_dtype
 from peft_sel.errors import BrokenMergeError, CheckpointError, list_names
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,11 +60,31 @@ def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: 
     return candidates[best]
 
 
-class Plan:
-    """What each tensor of the output is made of; making a plan validates the adapter against the base."""
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds no NaN and no infinity, in one pass and without a mask of its size."""
+    if tensor.dtype not in WEIGHT_DTYPES or tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in tensor.aminmax())
 
-    def __init__(self, base: CheckpointReader, adapter: Adapter, dtype: torch.dtype | None) -> None:
-        self.base, self.adapter, self.dtype = base, adapter, dtype
+
+class Plan:
+    """What each tensor of the output is made of; making a plan validates the adapters against the base.
+
+    Args:
+        base: The base checkpoint.
+        adapters: What is merged into it, in this order.
+        dtype: Dtype of the floating-point tensors of the output; None for the base's own.
+
+    Attributes:
+        config: Content of the output's config.json.
+        untied: Tensor that is not in the base, and is in the output -> its counterpart there, to which it was tied.
+
+    Raises:
+        CheckpointError: If an adapter does not fit the base, or two of them replace one tensor.
+    """
+
+    def __init__(self, base: CheckpointReader, adapters: Sequence[Adapter], dtype: torch.dtype | None) -> None:
+        self.base, self.dtype = base, dtype
         path = base.folder / CONFIG_FILE
         self.config = read_json(path) if path.is_file() else {}
         if self.config.get("quantization_config"):
@@ -74,40 +96,55 @@ class Plan:
         pairs = list(tied_keys.items()) if self.ties and isinstance(tied_keys, dict) else []
         absent = {tied: source for pair in pairs for tied, source in (pair, pair[::-1]) if tied not in base.entries}
         self.untied = {tied: source for tied, source in absent.items() if source in base.entries}
-        weights = {module: weight_key(module) for module in adapter.modules}
-        check_layout(self.config, [name for module, name in weights.items() if is_parameter(module)], base.folder)
         self.stacks = find_split_stacks(base.entries)
-        loaded = {rename_as_loaded(key): key for key in base.entries}
-        keys = _resolve_names(
-            [*weights.values(), *adapter.replacements, *adapter.base_copies],
-            base.entries.keys() | self.untied.keys() | self.stacks.keys() | loaded.keys(),
-            getattr(model_class, "base_model_prefix", ""),
-            adapter.folder,
-            base.folder,
-        )
-        keys = {name: loaded.get(key, key) for name, key in keys.items()}
-        self.modules = {keys[name]: module for module, name in weights.items()}
+        self.prefix = getattr(model_class, "base_model_prefix", "")
+        self.folded: dict[str, list[tuple[Adapter, str]]] = {}  # tensor -> the adapters that convert it, and its module
+        self.replaced: dict[str, tuple[Adapter, str]] = {}
+        self.without_head = False
+        for adapter in adapters:
+            self._add_adapter(adapter)
         self.members = {  # tensor on disk -> the stack and the expert that its rows are from
             key: (stack, expert)
-            for stack in self.modules.keys() & self.stacks.keys()
+            for stack in (self.folded.keys() | self.replaced.keys()) & self.stacks.keys()
             for expert, group in enumerate(self.stacks[stack].keys)
             for key in group
         }
         self._last: tuple[tuple[str, int, torch.dtype], Tensor] | None = None
-        self.replaced = {keys[name]: key for name, key in adapter.replacements.items()}
-        self.copies = {keys[name]: key for name, key in adapter.base_copies.items()}
-        self._check_tying(pairs, without_head=any(len(key) < len(name) for name, key in keys.items()))
-        self._check_tensors()
+        self._check_tying(pairs)
         self._update_config()
 
-    def _check_tying(self, pairs: list[tuple[str, str]], without_head: bool) -> None:
-        """Decide whether tied tensors part: they must where the adapter changes one, and the other keeps its value."""
-        touched = self.modules.keys() | self.replaced.keys()
+    def _add_adapter(self, adapter: Adapter) -> None:
+        """Enter what an adapter converts and replaces, under the names that the base has for it."""
+        weights = {module: weight_key(module) for module in adapter.modules}
+        parameters = [name for module, name in weights.items() if is_parameter(module)]
+        check_layout(self.config, parameters, self.base.folder)
+        loaded = {rename_as_loaded(key): key for key in self.base.entries}
+        keys = _resolve_names(
+            [*weights.values(), *adapter.replacements, *adapter.base_copies],
+            self.base.entries.keys() | self.untied.keys() | self.stacks.keys() | loaded.keys(),
+            self.prefix,
+            adapter.folder,
+            self.base.folder,
+        )
+        keys = {name: loaded.get(key, key) for name, key in keys.items()}
+        self.without_head |= any(len(key) < len(name) for name, key in keys.items())
+        modules = {keys[name]: module for module, name in weights.items()}
+        replaced = {keys[name]: saved for name, saved in adapter.replacements.items()}
+        self._check_tensors(adapter, modules, replaced)
+        self._check_copies(adapter, {keys[name]: saved for name, saved in adapter.base_copies.items()})
+        self._check_conflicts(adapter, modules.keys(), replaced.keys())
+        self.replaced |= {key: (adapter, saved) for key, saved in replaced.items()}
+        for key, module in modules.items():
+            self.folded.setdefault(key, []).append((adapter, module))
+
+    def _check_tying(self, pairs: list[tuple[str, str]]) -> None:
+        """Decide whether tied tensors part: they must where an adapter changes one, and the other keeps its value."""
+        touched = self.folded.keys() | self.replaced.keys()
         self.tied_changed = any(touched.intersection(pair) for pair in pairs)
         if not self.tied_changed:
             self.untied = {}
         changes_embedding = any(EMBEDDING.fullmatch(key.removesuffix(".weight")) for key in touched)
-        if (without_head and changes_embedding and self.ties) or (self.tied_changed and len(pairs) > 1):
+        if (self.without_head and changes_embedding and self.ties) or (self.tied_changed and len(pairs) > 1):
             raise CheckpointError(
                 self.base.folder,
                 "the adapter changes a tensor that the model ties to others, and these cannot be untied from files",
@@ -120,34 +157,51 @@ class Plan:
 
     @property
     def tensors_merged(self) -> int:
-        """Number of tensors of the output whose values come from the adapter."""
-        return len(self.modules.keys() - self.stacks.keys()) + len(self.members) + len(self.replaced)
+        """Number of tensors of the output whose values come from an adapter."""
+        return len((self.folded.keys() | self.replaced.keys()) - self.stacks.keys()) + len(self.members)
 
-    def _check_tensors(self) -> None:
-        """Raise unless every adapter tensor fits its base tensor."""
-        if twice := sorted(self.modules.keys() & self.replaced.keys()):
-            raise CheckpointError(
-                self.adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again"
-            )
-        for key, module in self.modules.items():
+    def _check_tensors(self, adapter: Adapter, modules: dict[str, str], replaced: dict[str, str]) -> None:
+        """Raise unless every tensor of an adapter fits its base tensor."""
+        if twice := sorted(modules.keys() & replaced.keys()):
+            raise CheckpointError(adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again")
+        for key, module in modules.items():
             entry = self._base_entry(key)
             if entry.dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
                     self.base.folder, f"{key} is stored as {entry.dtype}", "merge into an unquantized copy of the model"
                 )
-            self.adapter.check_parts(module, entry.shape)
-        for key, saved in (*self.replaced.items(), *self.copies.items()):
-            entry, found = self._base_entry(key), self.adapter.reader.entries[saved]
-            if found.shape != entry.shape:
-                raise shape_error(self.adapter.folder, saved, found.shape, key, entry.shape)
-        for key, saved in self.copies.items():
-            copy = self.adapter.reader.read(saved)
+            adapter.check_parts(module, entry.shape)
+        for key, saved in replaced.items():
+            self._check_shape(adapter, key, saved)
+
+    def _check_shape(self, adapter: Adapter, key: str, saved: str) -> None:
+        """Raise unless a tensor that an adapter saved has the shape of the base's."""
+        entry, found = self._base_entry(key), adapter.reader.entries[saved]
+        if found.shape != entry.shape:
+            raise shape_error(adapter.folder, saved, found.shape, key, entry.shape)
+
+    def _check_copies(self, adapter: Adapter, copies: dict[str, str]) -> None:
+        """Raise unless an adapter's copies of base tensors are what the base holds."""
+        for key, saved in copies.items():
+            self._check_shape(adapter, key, saved)
+            copy = adapter.reader.read(saved)
             if not torch.equal(self.base.read(self._base_entry(key).name).to(copy.dtype), copy):
                 raise CheckpointError(
-                    self.adapter.folder,
+                    adapter.folder,
                     f"its copy of the base weight {key} differs from the one in {self.base.folder}",
                     "merge into the checkpoint that the adapter was made from",
                 )
+
+    def _check_conflicts(self, adapter: Adapter, modules: Set[str], replaced: Set[str]) -> None:
+        """Raise if an adapter and one before it replace the same tensor, or one replaces what the other converts."""
+        shared = (replaced & (self.replaced.keys() | self.folded.keys())) | (modules & self.replaced.keys())
+        for key in sorted(shared):
+            other = self.replaced[key][0] if key in self.replaced else self.folded[key][0][0]
+            raise CheckpointError(
+                adapter.folder,
+                f"and {other.folder} both change {key}, which can't be added up (modules_to_save or bias='all')",
+                "merge one of the two only, or train the second on the merged first",
+            )
 
     def _update_config(self) -> None:
         """Set the tying and dtype fields of the configuration to what the output holds."""
@@ -172,43 +226,65 @@ class Plan:
     def compute(self, entry: TensorEntry) -> Tensor:
         """Return the value of an output tensor."""
         key = entry.name
-        if not any(key in changed for changed in (self.modules, self.members, self.replaced)):
+        if not any(key in changed for changed in (self.folded, self.members, self.replaced)):
             stored = self.base.read(self._base_entry(key).name)
             result = stored.to(entry.dtype)
-            if result is not stored and torch.isfinite(stored).all() and not torch.isfinite(result).all():
+            if result is not stored and not _is_finite(result) and _is_finite(stored):
                 raise self._overflow(entry)
             return result
         result = self._adapted(key, entry.dtype)
-        if not torch.isfinite(result).all():
+        if not _is_finite(result):
             base_dtype = self._base_entry(key).dtype
-            if entry.dtype != base_dtype and torch.isfinite(self._adapted(key, base_dtype)).all():
+            if entry.dtype != base_dtype and _is_finite(self._adapted(key, base_dtype)):
                 raise self._overflow(entry)
-            raise BrokenMergeError(key, [str(self.adapter.folder)])
+            raise BrokenMergeError(key, self._name_adapters(key))
         return result
 
-    def _adapted(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that the adapter changes."""
-        if key in self.replaced:
-            return self.adapter.reader.read(self.replaced[key]).to(dtype)
-        if key in self.members:
-            return self._adapted_rows(key, dtype)
-        config = self.adapter.config
-        base_weight = None if config.train_raw else self.base.read(self._base_entry(key).name)
-        parts = self.adapter.read_parts(self.modules[key])
-        return rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=key)
+    def _name_adapters(self, key: str) -> list[str]:
+        """Return the folders of the adapters that change an output tensor."""
+        name = self.members[key][0] if key in self.members else key
+        sources = [self.replaced[name]] if name in self.replaced else self.folded[name]
+        return [str(adapter.folder) for adapter, _ in sources]
 
-    def _adapted_rows(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that holds some rows of an expert's matrix; the matrix is kept for its other rows."""
-        name, expert = self.members[key]
-        stack, config = self.stacks[name], self.adapter.config
-        group = stack.keys[expert]
+    def _adapted(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that the adapters change."""
+        if key not in self.members:
+            return self._apply(key, None, dtype)
+        name, expert = self.members[key]  # some rows of an expert's matrix, which is kept for its other rows
+        stack = self.stacks[name]
         if self._last is None or self._last[0] != (name, expert, dtype):
-            base_weight = None if config.train_raw else torch.cat([self.base.read(member) for member in group])
-            parts = self.adapter.read_expert(self.modules[name], expert)
-            title = f"{name}[{expert}]"
-            matrix = rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=title)
-            self._last = (name, expert, dtype), matrix
-        return self._last[1].split(stack.rows)[group.index(key)]
+            self._last = None  # before the next one is made
+            self._last = (name, expert, dtype), self._apply(name, expert, dtype)
+        return self._last[1].split(stack.rows)[stack.keys[expert].index(key)]
+
+    def _apply(self, key: str, expert: int | None, dtype: torch.dtype) -> Tensor:
+        """Return a weight, or one matrix of a stack, as SELLayer.get_combined_weight does for the same adapters."""
+        if key in self.replaced:
+            adapter, saved = self.replaced[key]
+            return adapter.reader.read(saved, expert).to(dtype)
+        sources = self.folded[key]
+        if len(sources) == 1:
+            return self._fold(key, expert, *sources[0], dtype)
+        base_weight = self._read_base(key, expert)
+
+        def subtract(adapter: Adapter, module: str) -> Tensor:
+            wide = wide_dtype(adapter.config)
+            return self._fold(key, expert, adapter, module, wide) - base_weight.to(wide)
+
+        return add_differences(base_weight, starmap(subtract, sources), dtype)
+
+    def _fold(self, key: str, expert: int | None, adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
+        """Return the effective weight of one adapter."""
+        base_weight = None if adapter.config.train_raw else self._read_base(key, expert)
+        parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
+        name = key if expert is None else f"{key}[{expert}]"
+        return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
+
+    def _read_base(self, key: str, expert: int | None) -> Tensor:
+        """Return a weight of the base, or one matrix of a stack that is split on disk."""
+        if expert is None:
+            return self.base.read(self._base_entry(key).name)
+        return torch.cat([self.base.read(member) for member in self.stacks[key].keys[expert]])
 
     def _overflow(self, entry: TensorEntry) -> CheckpointError:
         return CheckpointError(
