@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e9, 3e9], metavar="BYTES", help="of the base")
     parser.add_argument("--hidden", type=int, default=2048, help="width of the model, a multiple of 64")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to make the files (the system's folder for such)")
+    parser.add_argument("--folder", type=Path, help="where to make the files: five times the largest size")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/merge.json"))
     parser.add_argument("--merge", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from moe import TARGETS, make_moe
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from peft_sel import ScaleConfig, SELConfig, merge_checkpoint
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError
@@ -50,24 +51,25 @@ def perturb(model: nn.Module, seed: int) -> None:
             parameter.add_((noise * (0.1 * parameter.abs() + 1e-3)).to(parameter.dtype))
 
 
-def load(folder: Path, dtype: Any = "auto") -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def load(folder: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def save_adapters(base: Path, configs: list[dict[str, Any]]) -> list[Path]:
+def save_adapters(base: Path, configs: list[dict[str, Any]], autos: Sequence[Any] = ()) -> list[Path]:
     """Save a perturbed adapter for each configuration, all made from the same base, beside it."""
     folders = []
     for number, options in enumerate(configs):
-        model = get_peft_model(load(base), SELConfig(task_type="CAUSAL_LM", **options))
+        auto = autos[number] if autos else AutoModelForCausalLM
+        model = get_peft_model(auto.from_pretrained(base, dtype="auto"), SELConfig(**options))
         perturb(model, number)
         folders.append(base.parent / f"adapter{number}")
         model.save_pretrained(folders[-1])
     return folders
 
 
-def load_together(base: Path, folders: list[Path], dtype: Any = "auto") -> PeftModel:
+def load_together(base: Path, folders: list[Path]) -> PeftModel:
     """Load a base with several adapters, all active."""
-    model = PeftModel.from_pretrained(load(base, dtype), folders[0], folders[0].name)
+    model = PeftModel.from_pretrained(load(base), folders[0], folders[0].name)
     for folder in folders[1:]:
         model.load_adapter(folder, folder.name)
     model.base_model.set_adapter([folder.name for folder in folders])
@@ -79,10 +81,12 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items()))
 
 
-@pytest.mark.parametrize("configs", PAIRS.values(), ids=PAIRS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_equals_merge_and_unload_bit_for_bit(tmp_path: Path, dtype: torch.dtype, configs: list[dict[str, Any]]) -> None:
-    base = tmp_path / "base"
+CASES = [(name, torch.bfloat16) for name in PAIRS] + [("three kinds", torch.float16), ("biases", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_equals_merge_and_unload_bit_for_bit(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    base, configs = tmp_path / "base", PAIRS[name]
     make_biased(dtype=dtype).save_pretrained(base, max_shard_size="12KB")
     folders = save_adapters(base, configs)
     report = merge_checkpoint(base, folders, tmp_path / "out")
@@ -97,25 +101,50 @@ def test_equals_merge_and_unload_bit_for_bit(tmp_path: Path, dtype: torch.dtype,
     assert json.loads((tmp_path / "out" / INDEX).read_text()) == json.loads((base / INDEX).read_text())
 
 
+@pytest.mark.parametrize("second", [AutoModelForCausalLM, AutoModel])  # which calls its modules by other names
 @pytest.mark.parametrize("target", [None, torch.float32, torch.float16])
-def test_the_sum_in_plain_torch(tmp_path: Path, target: torch.dtype | None) -> None:
+def test_the_sum_in_plain_torch(tmp_path: Path, target: torch.dtype | None, second: Any) -> None:
     base = tmp_path / "base"
     make_tiny(dtype=torch.bfloat16).save_pretrained(base)
-    folders = save_adapters(base, [{}, SMALL])
+    folders = save_adapters(base, [{}, SMALL], [AutoModelForCausalLM, second])
     for folder in folders:
         merge_checkpoint(base, folder, tmp_path / f"{folder.name}_wide", dtype=torch.float32)
     merge_checkpoint(base, folders, tmp_path / "out", dtype=target)
     before, out = read_all(base), read_all(tmp_path / "out")
-    first, second = (read_all(tmp_path / f"{folder.name}_wide") for folder in folders)
+    one, other = (read_all(tmp_path / f"{folder.name}_wide") for folder in folders)
     sums = {
-        name: (weight + ((first[name] - weight.float()) + (second[name] - weight.float()))).to(target or weight.dtype)
+        name: (weight + ((one[name] - weight.float()) + (other[name] - weight.float()))).to(target or weight.dtype)
         for name, weight in before.items()
         if "_proj." in name and weight.dim() == 2
     }
     assert_same_bits({name: out[name] for name in sums}, sums)
     plain = {name: weight.to(target or weight.dtype) for name, weight in before.items() if name not in sums}
     assert_same_bits({name: out[name] for name in plain}, plain)
-    assert any(not torch.equal(out[name].float(), first[name]) for name in out)
+    assert any(not torch.equal(out[name].float(), one[name]) for name in out)
+
+
+TIED: list[list[dict[str, Any]]] = [
+    [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["lm_head"], **SMALL}],
+    [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["embed_tokens"]}],
+    [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"], **SMALL}],
+]
+
+
+@pytest.mark.parametrize("configs", TIED, ids=str)
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied after merging")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_tied_tensors_part(tmp_path: Path, configs: list[dict[str, Any]]) -> None:
+    base = tmp_path / "base"
+    make_tiny(dtype=torch.bfloat16).save_pretrained(base)
+    folders = save_adapters(base, configs)
+    merge_checkpoint(base, folders, tmp_path / "out")
+    together = load_together(base, folders)
+    expected, plain = logits(together), load(tmp_path / "out")
+    assert plain.config.tie_word_embeddings is False
+    assert torch.equal(logits(plain), expected)
+    merged = together.merge_and_unload(adapter_names=[folder.name for folder in folders])
+    assert_same_bits(plain.state_dict(), merged.state_dict())
 
 
 @pytest.mark.parametrize("stacked", [False, True])
