@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence, Set
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -263,22 +262,18 @@ class Plan:
             adapter, saved = self.replaced[key]
             return adapter.reader.read(saved, expert).to(dtype)
         sources = self.folded[key]
-        if len(sources) == 1:
-            return self._fold(key, expert, *sources[0], dtype)
-        base_weight = self._read_base(key, expert)
-
-        def subtract(adapter: Adapter, module: str) -> Tensor:
-            wide = wide_dtype(adapter.config)
-            return self._fold(key, expert, adapter, module, wide) - base_weight.to(wide)
-
-        return add_differences(base_weight, starmap(subtract, sources), dtype)
-
-    def _fold(self, key: str, expert: int | None, adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
-        """Return the effective weight of one adapter."""
-        base_weight = None if adapter.config.train_raw else self._read_base(key, expert)
-        parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
+        needed = len(sources) > 1 or not sources[0][0].config.train_raw
+        base_weight = self._read_base(key, expert) if needed else None
         name = key if expert is None else f"{key}[{expert}]"
-        return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
+
+        def fold(adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
+            parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
+            return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
+
+        if base_weight is None or len(sources) == 1:
+            return fold(*sources[0], dtype)
+        wide = [(adapter, module, wide_dtype(adapter.config)) for adapter, module in sources]
+        return add_differences(base_weight, (fold(*source) - base_weight.to(source[2]) for source in wide), dtype)
 
     def _read_base(self, key: str, expert: int | None) -> Tensor:
         """Return a weight of the base, or one matrix of a stack that is split on disk."""
