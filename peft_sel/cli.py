@@ -7,8 +7,9 @@ import json
 import math
 import os
 import sys
+import warnings
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TextIO
 
 from peft_sel.checkpoint import MergeReport
 from peft_sel.errors import SELError
@@ -40,7 +41,14 @@ on several processes:
 
 MERGE = """\
 Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is
-an ordinary checkpoint that loads without this package. OUT appears only when it is complete.
+an ordinary checkpoint that loads without this package.
+
+All is written to a hidden folder beside OUT, which gets the name OUT when every byte is on the disk; Ctrl-C and errors
+leave nothing. SIGKILL and SIGTERM leave the hidden folder: run the command again, and it says that it removes that, and
+starts anew. --overwrite replaces a checkpoint in OUT at the moment when the new one is complete, so the disk needs room
+for both, and never a folder with anything else in it. Where the file system has no locks (some network ones), leftovers
+are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT under a
+hidden name, and the next merge puts it back.
 
 Several adapters, each trained on this BASE, add up: each weight gets the sum of what they change. An adapter that was
 trained on top of a merged other one needs two merges: the first adapter into BASE, the second into the result.
@@ -102,6 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="most bytes of weights per file (a larger weight has a file of its own); without it the files are split "
         "like the base's",
     )
+    merge.add_argument(
+        "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
+    )
     merge.set_defaults(run=run_merge)
 
     inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
@@ -145,9 +156,24 @@ def run_merge(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base)
     adapters = [resolve_checkpoint(adapter, patterns=ADAPTER_PATTERNS) for adapter in args.adapters]
-    report = merge_checkpoint(base, adapters, args.out, dtype=dtype, max_shard_bytes=args.max_shard_size)
+    options = {"dtype": dtype, "max_shard_bytes": args.max_shard_size, "overwrite": args.overwrite}
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        report = merge_checkpoint(base, adapters, args.out, **options)
     print(describe_merge(report))
     return 0
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one line of standard error, without the place in the code."""
+    print(f"peft-sel: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def describe_merge(report: MergeReport) -> str:

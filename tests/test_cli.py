@@ -93,6 +93,9 @@ def test_merge_several(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
     changed = {name.split(".")[-2] for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert changed == {"q_proj"}
+    adapter = {path.name: path.read_bytes() for path in (folder / "second").iterdir()}
+    assert "second: is not a checkpoint" in failure(["merge", *names[:3], "--overwrite"], capsys)  # OUT was forgotten
+    assert {path.name: path.read_bytes() for path in (folder / "second").iterdir()} == adapter
 
 
 def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +127,22 @@ def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "some/adapter: is neither a folder nor to be had from the hub" in line
     sharded = ["adapter_model.safetensors.index.json", "adapter_model-00001-of-00002.safetensors", "adapter_model.pt"]
     assert list(filter_repo_objects(sharded, allow_patterns=list(ADAPTER_PATTERNS))) == sharded[:2]
+
+
+@pytest.mark.filterwarnings("default:.*left by a killed run")
+def test_merge_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["merge", str(folder / "base"), str(folder / "adapter"), str(folder / "merged")]
+    left = folder / ".merged.unfinished-01234567"
+    left.mkdir()
+    assert main([*command, "--max-shard-size", "30000"]) == 0
+    captured = capsys.readouterr()
+    said = f"peft-sel: {folder / 'merged'}: removed {left.name}, left by a killed run; starting anew\n"
+    assert captured.err == said and captured.out.startswith("merged: ") and not left.exists()
+    assert "merged already exists" in failure(command, capsys)
+    assert main([*command, "--overwrite"]) == 0
+    assert (folder / "merged" / "model.safetensors").is_file() and not list((folder / "merged").glob("*index.json"))
+    (folder / "merged" / "notes.txt").write_text("")
+    assert "merged: is not a checkpoint alone (it holds notes.txt), and" in failure([*command, "--overwrite"], capsys)
 
 
 def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def test_error_is_that_of_the_singular_values_and_full_rank_is_the_model(options
     assert 0.01 < fit.relative_error < 1 and fit.num_modules == len(squares)
 
     full = save_as_lora(tmp_path / "full", model, rank=1.0)
-    assert full.relative_error < 1e-4
+    assert full.relative_error < torch.finfo(torch.float32).eps ** 0.5  # a share of 1 of the squared norm, in float32
     loaded = PeftModel.from_pretrained(make_tiny(), tmp_path / "full").eval()
     with torch.no_grad():
         exact = loaded(TOKENS).logits

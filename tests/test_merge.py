@@ -347,7 +347,7 @@ class Stop(Exception):
 def test_interrupted_merge_leaves_nothing(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str
 ) -> None:
-    name = {"index": "merge.write_index", "rename": "merge.os.rename"}.get(place, "plan.rebuild_weight")
+    name = {"index": "merge.write_index", "rename": "staging._rename_with"}.get(place, "plan.rebuild_weight")
     original = plan.rebuild_weight
     calls = 0
 
@@ -383,6 +383,26 @@ def test_output_that_appears_meanwhile_is_kept(
         merge_checkpoint(*made, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_output_inside_the_base(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(made[0], tmp_path / "base")
+    merge_checkpoint(base, made[1], base / "merged")
+    assert layout(base / "merged") == layout(base)
+    assert {path.name for path in (base / "merged").iterdir()} == {path.name for path in made[0].iterdir()}
+
+
+@pytest.mark.parametrize("used", ["base", "adapter", "parent"])
+def test_overwrite(made: tuple[Path, Path], tmp_path: Path, used: str) -> None:
+    base, adapter = shutil.copytree(made[0], tmp_path / "base"), shutil.copytree(made[1], tmp_path / "adapter")
+    (base / "extra.png").write_text("")
+    merge_checkpoint(base, adapter, tmp_path / "out", max_shard_bytes=9000)
+    merge_checkpoint(base, adapter, tmp_path / "out", overwrite=True)
+    assert layout(tmp_path / "out") == layout(base)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="which is in use"):
+        merge_checkpoint(base, adapter, tmp_path if used == "parent" else tmp_path / used, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_output_in_a_new_place_and_quiet_when_asked(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +28,8 @@ from peft_sel.checkpoint.shards import (
     write_shard,
     write_text,
 )
-from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
-
-# Weights in any format, and what would make transformers load an adapter on top of the merged model.
-NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|adapter_config\.json|config\.json"
-)
-COPIED_FOLDERS = ("additional_chat_templates",)
+from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
+from peft_sel.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class MergeReport:
 
 def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
     """Copy what lies beside the weights: tokenizer, generation config, chat templates, licence."""
-    sources = [path for path in base_dir.iterdir() if not NOT_COPIED.fullmatch(path.name.lower())]
+    sources = [path for path in base_dir.iterdir() if is_copied(path.name)]
     for folder in COPIED_FOLDERS:
         if (base_dir / folder).is_dir():
             (out_dir / folder).mkdir()
@@ -72,41 +64,6 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
         if path.is_file():
             with open(path, "rb") as source, open(out_dir / path.relative_to(base_dir), "xb") as target:
                 shutil.copyfileobj(source, target)
-                target.flush()
-                os.fsync(target.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _staged_folder(out_dir: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside out_dir that becomes out_dir at the end, or disappears on any error."""
-    parent = out_dir.absolute().parent
-    staging = parent / f".{out_dir.name}.unfinished-{secrets.token_hex(4)}"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
-        _sync_folder(staging)
-        if os.path.lexists(out_dir):
-            raise OutputExistsError(out_dir)
-        os.rename(staging, out_dir)
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
-            ) from error
-        raise
-    _sync_folder(parent)
 
 
 def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:
@@ -148,6 +105,7 @@ def merge_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> MergeReport:
     """Write a base checkpoint with adapters folded in (Eq. 3-7), as an ordinary checkpoint that needs no peft_sel.
@@ -156,8 +114,9 @@ def merge_checkpoint(
     those of merge_and_unload, bit for bit, and at zero training steps those of a bf16 or fp16 base. Several adapters
     are those of merge_and_unload(adapter_names=[...]): all were trained on this base, and what each adds to a weight,
     w_eff - w_base, is summed. An adapter that was trained on top of a merged other one needs a second merge, into the
-    output of the first. out_dir appears
-    only when it is complete: everything is written to a hidden folder beside it, brought to the disk and renamed.
+    output of the first. out_dir appears only when it is complete: everything is written to a hidden folder beside it,
+    brought to the disk and renamed. What a killed merge left there, the next one into the same out_dir removes, with a
+    warning, before it starts anew.
 
     Args:
         base_dir: Folder of the base model: safetensors, one file or shards with an index.
@@ -166,35 +125,36 @@ def merge_checkpoint(
         dtype: Dtype of all floating-point tensors of the output (float16, bfloat16, float32 or float64), also entered
             in config.json; None keeps each tensor's own.
         max_shard_bytes: Most bytes of tensor data per file; None keeps the base's files.
+        overwrite: Replace the checkpoint in out_dir, at the moment when the new one is complete. Nothing else is ever
+            replaced: no other files or folders, nor the working folder, base_dir, adapter_dir, or a parent of these.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
         Counts, bytes and seconds.
 
     Raises:
-        OutputExistsError: If out_dir exists.
+        OutputExistsError: If out_dir exists and overwrite is False.
         ConfigError: If dtype or max_shard_bytes cannot be used, or no adapter is named.
         CheckpointError: If a folder or file is missing, corrupt or pickled, an adapter is no SEL adapter, a tensor of
             it has no counterpart in the base or does not fit it, two adapters replace one tensor (modules_to_save,
-            bias="all"), or the output cannot be written.
+            bias="all"), or the output cannot be written, may not be replaced, or is being written by another process.
         BrokenMergeError: If a merged tensor holds NaN or infinity.
         NonFiniteWeightError: If an adapter trains only scales and a base weight holds NaN or infinity.
     """
     started = time.perf_counter()
-    out_dir = Path(out_dir)
-    if os.path.lexists(out_dir):
-        raise OutputExistsError(out_dir)
+    adapter_dirs = [adapter_dir] if isinstance(adapter_dir, (str, Path)) else adapter_dir
+    if not adapter_dirs:
+        raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
+    out_dir, inputs = Path(out_dir), [Path(folder) for folder in (base_dir, *adapter_dirs)]
+    check_output(out_dir, overwrite, inputs)
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, WEIGHT_DTYPES))}")
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
-    adapter_dirs = [adapter_dir] if isinstance(adapter_dir, (str, Path)) else adapter_dir
-    if not adapter_dirs:
-        raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
     with CheckpointReader(base_dir) as base, ExitStack() as stack:
         adapters = [stack.enter_context(Adapter(folder)) for folder in adapter_dirs]
         plan = Plan(base, adapters, dtype)
-        with _staged_folder(out_dir) as staging:
+        with staged_folder(out_dir, overwrite=overwrite, inputs=inputs) as staging:
             _copy_side_files(base.folder, staging)
             bytes_written = _write(plan, staging, max_shard_bytes, progress)
         return MergeReport(

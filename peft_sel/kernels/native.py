@@ -115,7 +115,8 @@ def pull_back(
     rows, columns, rank = inputs.weight.rows, inputs.weight.columns, inputs.weight.rank
 
     known = grad.dtype in TYPES and (grad.dtype != torch.float16 or load_library().sel_has_float16())
-    grad = grad.to(grad.dtype if known else torch.float32).expand(raw.shape).contiguous()
+    if not known or grad.shape != raw.shape or not grad.is_contiguous():
+        grad = grad.to(grad.dtype if known else torch.float32).expand(raw.shape).contiguous()
     raw_grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device) if "raw" in names else None
     gradients = _Gradients(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
     gradients.raw = None if raw_grad is None else raw_grad.data_ptr()
