@@ -18,7 +18,7 @@ DESCRIPTION = """\
 Train transformer weights in SymExpLin (SEL) space and fold them back into an ordinary checkpoint.
 
   train     run a training job from a YAML recipe
-  merge     fold a trained adapter into its base checkpoint
+  merge     fold trained adapters into their base checkpoint
   export    write the effective weights of an adapter alone, in two bytes each
   inspect   show what is in a checkpoint or an adapter, and what a conversion would do
   demo      see all of it happen on a real model, in a few minutes
@@ -50,6 +50,9 @@ starts anew. --overwrite replaces a checkpoint in OUT at the moment when the new
 for both, and never a folder with anything else in it. Where the file system has no locks (some network ones), leftovers
 are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT under a
 hidden name, and the next merge puts it back.
+
+Several adapters, each trained on this BASE, add up: each weight gets the sum of what they change. An adapter that was
+trained on top of a merged other one needs two merges: the first adapter into BASE, the second into the result.
 
 example:
   peft-sel merge Qwen/Qwen3-0.6B runs/qwen3_continued_pretraining/adapter merged --max-shard-size 2000000000"""
@@ -103,7 +106,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     merge = commands.add_parser("merge", description=MERGE, formatter_class=layout)
     merge.add_argument("base", metavar="BASE", help="folder of the base checkpoint (safetensors), or its id on the hub")
-    merge.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter")
+    merge.add_argument(
+        "adapters", metavar="ADAPTER", nargs="+", help="folder of an adapter, or its id on the hub; several add up"
+    )
     merge.add_argument("out", metavar="OUT", help="folder to create")
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     merge.add_argument("--dtype", choices=dtypes, help="store the result in this dtype instead of the base's")
@@ -111,7 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-shard-size",
         metavar="BYTES",
         type=int,
-        help="most bytes of weights per file; without it the files are split like the base's",
+        help="most bytes of weights per file (a larger weight has a file of its own); without it the files are split "
+        "like the base's",
     )
     merge.add_argument(
         "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
@@ -174,14 +180,15 @@ def run_merge(args: argparse.Namespace) -> int:
     import torch
 
     from peft_sel.checkpoint import merge_checkpoint
-    from peft_sel.jobs import resolve_checkpoint
+    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base)
+    adapters = [resolve_checkpoint(adapter, patterns=ADAPTER_PATTERNS) for adapter in args.adapters]
     options = {"dtype": dtype, "max_shard_bytes": args.max_shard_size, "overwrite": args.overwrite}
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
-        report = merge_checkpoint(base, args.adapter, args.out, **options)
+        report = merge_checkpoint(base, adapters, args.out, **options)
     print(describe_merge(report))
     return 0
 

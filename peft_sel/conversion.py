@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -230,6 +232,11 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Ten
     return matrix if len(shape) == 2 else matrix.reshape(shape)  # a sparse gradient cannot pass a reshape
 
 
+def wide_dtype(config: SELConfig) -> torch.dtype:
+    """Return the dtype in which an adapter's weight is computed, before it is cast to that of the base."""
+    return torch.float64 if config.raw_dtype == "float64" else torch.float32
+
+
 def make_spec(config: SELConfig, patterns: tuple[tuple[str, str], ...], dtype: torch.dtype) -> WeightSpec:
     """Return what is fixed about a weight, from its adapter's configuration, the scales it has and its dtype."""
     return WeightSpec(
@@ -275,6 +282,20 @@ def fold_weight(
         member_residual = next(pairs) if pairs else None
         weights.append(fold_weight(spec, matrix, value, members, member_residual, member_table, transposed))
     return torch.stack(weights)
+
+
+def add_differences(base_weight: Tensor, differences: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a base weight with several adapters applied: w_base + sum(w_eff - w_base), cast once.
+
+    Args:
+        base_weight: Base weight.
+        differences: w_eff - w_base of each adapter, in the adapter's wide_dtype; added in their order.
+        dtype: Dtype of the result.
+
+    Returns:
+        The weight, the same bits for a whole as for its parts.
+    """
+    return (base_weight + reduce(torch.add, differences)).to(dtype)
 
 
 def expected_shapes(

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, lis
 from peft_sel.recipe import BASE_FOLDER, ModelSection, Recipe
 from peft_sel.training import SELTrainer
 
-CHECKPOINT_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*.safetensors*")
 BYTES = "bytes"  # a tokenizer that needs no file
 BASE_SEED = 1_000_003  # keeps the random model's numbers apart from those that the conversion draws
 LOGGED = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
@@ -65,15 +66,17 @@ class JobReport:
     merge: MergeReport | None
 
 
-def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
-    """Return the local folder of a checkpoint, fetched from the hub if path is an id there.
+def resolve_checkpoint(path: str, revision: str | None = None, patterns: Sequence[str] = CHECKPOINT_PATTERNS) -> Path:
+    """Return the local folder of a checkpoint or an adapter, fetched from the hub if path is an id there.
 
     Args:
         path: A folder, or an id on the hub.
         revision: Branch, tag or commit on the hub.
+        patterns: What to fetch: config, tokenizer and safetensors files by default, ADAPTER_PATTERNS for an adapter;
+            never pickled weights.
 
     Returns:
-        A folder with config, tokenizer and safetensors files.
+        The folder.
 
     Raises:
         CheckpointError: If there is no such folder and no such id.
@@ -82,9 +85,9 @@ def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     if path.startswith(("~", ".", "/")) or folder.exists():
-        raise CheckpointError(path, "there is no such folder", "name the folder of a checkpoint, or an id on the hub")
+        raise CheckpointError(path, "there is no such folder", "name an existing folder, or an id on the hub")
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=CHECKPOINT_PATTERNS))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             path,

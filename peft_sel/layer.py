@@ -18,6 +18,7 @@ from peft_sel.config import RAW_DTYPES, SELConfig
 from peft_sel.conversion import (
     HOLDER_NAME,
     PREFIX,
+    add_differences,
     check_readable,
     draw_target,
     fold_weight,
@@ -26,6 +27,7 @@ from peft_sel.conversion import (
     resolve_beta,
     tabulate_at_start,
     to_matrix,
+    wide_dtype,
 )
 from peft_sel.errors import (
     BrokenMergeError,
@@ -149,7 +151,7 @@ class SELLayer(BaseWeightLayer):
         else:
             raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device)
         rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
-        dtype, shape = torch.float64 if config.raw_dtype == "float64" else torch.float32, (rows, columns)
+        dtype, shape = wide_dtype(config), (rows, columns)
         self.sel_config[adapter] = config
         self.symexplin_beta[adapter] = beta.to(device)
         if self.transposed:
@@ -272,15 +274,14 @@ class SELLayer(BaseWeightLayer):
             raise DroppedBaseError(f"the weight difference of {self.module_name}", self.base_dropped)
         if self.base_weight.is_meta:
             raise OffloadedError(self.module_name, "base weight")
-        dtype = self._wide_dtype(adapter)
+        dtype = wide_dtype(self.sel_config[adapter])
         return self.get_effective_weight(adapter, dtype) - self.fetch_base_weight().to(dtype)
 
     def get_combined_weight(self, adapters: list[str]) -> Tensor:
         """Return the weight with adapters applied: w_eff itself for one, w_base + sum(w_eff_i - w_base) for several."""
         if len(adapters) == 1:
             return self.get_effective_weight(adapters[0])
-        deltas = torch.stack([self.get_delta_weight(adapter) for adapter in adapters])
-        return (self.fetch_base_weight() + deltas.sum(0)).to(self.base_weight.dtype)
+        return add_differences(self.fetch_base_weight(), map(self.get_delta_weight, adapters), self.base_weight.dtype)
 
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
@@ -313,10 +314,7 @@ class SELLayer(BaseWeightLayer):
         """Return what get_combined_weight(adapters) does, for one adapter in float32 or float64."""
         if len(adapters) > 1:
             return self.get_combined_weight(adapters)
-        return self.get_effective_weight(adapters[0], self._wide_dtype(adapters[0]))
-
-    def _wide_dtype(self, adapter: str) -> torch.dtype:
-        return torch.float64 if self.sel_config[adapter].raw_dtype == "float64" else torch.float32
+        return self.get_effective_weight(adapters[0], wide_dtype(self.sel_config[adapters[0]]))
 
     def train(self, mode: bool = True) -> Any:
         """Set training or eval mode, and forget kept weights.

@@ -9,14 +9,16 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from models import NUM_TARGETS
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import save_checkpoint, write_documents, write_recipe
 from transformers import AutoModelForCausalLM
 
-from peft_sel import SELConfig, __version__
+from peft_sel import SELConfig, __version__, merge_checkpoint
 from peft_sel.cli import main, make_parser
+from peft_sel.jobs import ADAPTER_PATTERNS
 
 COMMANDS = ("train", "merge", "export", "inspect", "demo")
 
@@ -77,6 +79,54 @@ def test_merge(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", base, adapter, str(folder / "wide"), "--dtype", "float32", "--max-shard-size", "30000"]) == 0
     shards = sorted((folder / "wide").glob("model-*.safetensors"))
     assert len(shards) > 1 and all(tensor.dtype == torch.float32 for tensor in load_file(shards[0]).values())
+
+
+def test_merge_several(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
+    config = SELConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_weights=False)
+    get_peft_model(base, config).save_pretrained(str(folder / "second"))
+    names = [str(folder / name) for name in ("base", "adapter", "second", "merged")]
+    assert main(["merge", *names]) == 0
+    merge_checkpoint(names[0], names[1:3], folder / "expected")
+    after, expected = (load_file(folder / name / "model.safetensors") for name in ("merged", "expected"))
+    before = load_file(folder / "base" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
+    changed = {name.split(".")[-2] for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {"q_proj"}
+    adapter = {path.name: path.read_bytes() for path in (folder / "second").iterdir()}
+    assert "second: is not a checkpoint" in failure(["merge", *names[:3], "--overwrite"], capsys)  # OUT was forgotten
+    assert {path.name: path.read_bytes() for path in (folder / "second").iterdir()} == adapter
+
+
+def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hub that holds the base and the adapter of the fixture, with pickles beside them."""
+    (folder / "adapter" / "adapter_model.bin").write_bytes(b"pickled")
+    (folder / "adapter" / "training_args.bin").write_bytes(b"pickled")
+    fetched: dict[str, list[str]] = {}
+
+    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        source = folder / name.removeprefix("some/")
+        files = [path.name for path in source.iterdir()]
+        fetched[name] = sorted(filter_repo_objects(files, allow_patterns=allow_patterns))
+        (folder / "cache").mkdir(exist_ok=True)
+        (folder / "cache" / source.name).mkdir()
+        for file in fetched[name]:
+            (folder / "cache" / source.name / file).symlink_to(source / file)
+        return str(folder / "cache" / source.name)
+
+    monkeypatch.setattr("peft_sel.jobs.snapshot_download", fetch)
+    assert main(["merge", "some/base", "some/adapter", str(folder / "merged")]) == 0
+    assert fetched["some/adapter"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched["some/base"])
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any((folder / "merged" / name).is_symlink() for name in os.listdir(folder / "merged"))
+    capsys.readouterr()
+    monkeypatch.undo()
+    line = failure(["merge", str(folder / "base"), "some/adapter", str(folder / "out")], capsys)
+    assert "some/adapter: is neither a folder nor to be had from the hub" in line
+    sharded = ["adapter_model.safetensors.index.json", "adapter_model-00001-of-00002.safetensors", "adapter_model.pt"]
+    assert list(filter_repo_objects(sharded, allow_patterns=list(ADAPTER_PATTERNS))) == sharded[:2]
 
 
 @pytest.mark.filterwarnings("default:.*left by a killed run")

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from peft_sel import SELError, merge_checkpoint
-from peft_sel.checkpoint import inspect_checkpoint
-from peft_sel.checkpoint import merge as merge_module
+from peft_sel.checkpoint import inspect_checkpoint, plan
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -110,13 +109,13 @@ def test_stacked_and_split_and_sharded_bases_merge_alike(tmp_path, dtype):
 
 def test_each_matrix_is_computed_once_though_its_halves_lie_apart(tmp_path, monkeypatch):
     save_pair(tmp_path)
-    names, compute = [], merge_module.rebuild_weight
+    names, compute = [], plan.rebuild_weight
 
     def count(*args: object, name: str, **kwargs: object) -> torch.Tensor:
         names.append(name)
         return compute(*args, name=name, **kwargs)
 
-    monkeypatch.setattr(merge_module, "rebuild_weight", count)
+    monkeypatch.setattr(plan, "rebuild_weight", count)
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert len(names) == len(set(names)) == 2 * 2 * 4
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, T5Config
 
 from peft_sel import ScaleConfig, SELConfig, merge_checkpoint
-from peft_sel.checkpoint import merge
+from peft_sel.checkpoint import plan
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
 
 INDEX = "model.safetensors.index.json"
@@ -347,8 +347,8 @@ class Stop(Exception):
 def test_interrupted_merge_leaves_nothing(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str
 ) -> None:
-    name = {"index": "merge.write_index", "rename": "staging._rename_with"}.get(place, "merge.rebuild_weight")
-    original = merge.rebuild_weight
+    name = {"index": "merge.write_index", "rename": "staging._rename_with"}.get(place, "plan.rebuild_weight")
+    original = plan.rebuild_weight
     calls = 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -372,13 +372,13 @@ def test_interrupted_merge_leaves_nothing(
 def test_output_that_appears_meanwhile_is_kept(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = merge.rebuild_weight
+    original = plan.rebuild_weight
 
     def rebuild_and_create(*args: Any, **kwargs: Any) -> torch.Tensor:
         (tmp_path / "out").mkdir(exist_ok=True)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr("peft_sel.checkpoint.merge.rebuild_weight", rebuild_and_create)
+    monkeypatch.setattr("peft_sel.checkpoint.plan.rebuild_weight", rebuild_and_create)
     with pytest.raises(OutputExistsError):
         merge_checkpoint(*made, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

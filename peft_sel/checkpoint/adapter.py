@@ -74,7 +74,7 @@ class Adapter:
                 f"holds a tensor {key} that no SEL adapter has",
                 "save the adapter with PeftModel.save_pretrained, and load it with the peft_sel that wrote it",
             )
-        copies = (".base_layer.weight", *([".base_layer.bias"] if self.config.bias == "sel_only" else []))
+        copies = (".base_layer.weight", *([".base_layer.bias"] if self.config.bias != "all" else []))
         if ".original_module." in path or path.endswith(copies):
             self.base_copies[re.sub(r"\.(original_module|base_layer)\.", ".", path)] = key
         else:
