@@ -96,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         help="most bytes of weights per file; without it the files are split like the base's",
     )
+    merge.add_argument("--any-base", action="store_true", help="merge even where ADAPTER was made from another base")
     merge.set_defaults(run=run_merge)
 
     inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
@@ -138,7 +139,14 @@ def run_merge(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base)
-    report = merge_checkpoint(base, args.adapter, args.out, dtype=dtype, max_shard_bytes=args.max_shard_size)
+    report = merge_checkpoint(
+        base,
+        args.adapter,
+        args.out,
+        dtype=dtype,
+        max_shard_bytes=args.max_shard_size,
+        check_base=not args.any_base,
+    )
     print(describe_merge(report))
     return 0
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weight_key
+from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.shards import (
@@ -107,8 +108,8 @@ def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: 
 class _Plan:
     """What each tensor of the output is made of; making a plan validates the adapter against the base."""
 
-    def __init__(self, base: CheckpointReader, adapter: Adapter, dtype: torch.dtype | None) -> None:
-        self.base, self.adapter, self.dtype = base, adapter, dtype
+    def __init__(self, base: CheckpointReader, adapter: Adapter, dtype: torch.dtype | None, check: BaseCheck) -> None:
+        self.base, self.adapter, self.dtype, self.check = base, adapter, dtype, check
         path = base.folder / CONFIG_FILE
         self.config = read_json(path) if path.is_file() else {}
         if self.config.get("quantization_config"):
@@ -238,9 +239,12 @@ class _Plan:
             return self.adapter.reader.read(self.replaced[key]).to(dtype)
         if key in self.members:
             return self._adapted_rows(key, dtype)
-        config = self.adapter.config
-        base_weight = None if config.train_raw else self.base.read(self._base_entry(key).name)
-        parts = self.adapter.read_parts(self.modules[key])
+        config, module = self.adapter.config, self.modules[key]
+        base_weight = None
+        if not config.train_raw or self.check.wants(module):
+            base_weight = self.base.read(self._base_entry(key).name)
+            self.check.check(module, base_weight)
+        parts = self.adapter.read_parts(module)
         return rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=key)
 
     def _adapted_rows(self, key: str, dtype: torch.dtype) -> Tensor:
@@ -249,8 +253,11 @@ class _Plan:
         stack, config = self.stacks[name], self.adapter.config
         group = stack.keys[expert]
         if self._last is None or self._last[0] != (name, expert, dtype):
-            base_weight = None if config.train_raw else torch.cat([self.base.read(member) for member in group])
-            parts = self.adapter.read_expert(self.modules[name], expert)
+            base_weight, module = None, self.modules[name]
+            if not config.train_raw or self.check.wants(module):
+                base_weight = torch.cat([self.base.read(member) for member in group])
+                self.check.check_expert(module, expert, len(stack.keys), base_weight)
+            parts = self.adapter.read_expert(module, expert)
             title = f"{name}[{expert}]"
             matrix = rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=title)
             self._last = (name, expert, dtype), matrix
@@ -346,6 +353,7 @@ def merge_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     progress: bool = True,
+    check_base: bool = True,
 ) -> MergeReport:
     """Write a base checkpoint with an adapter folded in (Eq. 3-7), as an ordinary checkpoint that needs no peft_sel.
 
@@ -361,6 +369,7 @@ def merge_checkpoint(
             in config.json; None keeps each tensor's own.
         max_shard_bytes: Most bytes of tensor data per file; None keeps the base's files.
         progress: Show a progress bar when standard error is a terminal.
+        check_base: Refuse a base that the adapter was not made from, by the fingerprints that it records.
 
     Returns:
         Counts, bytes and seconds.
@@ -371,6 +380,7 @@ def merge_checkpoint(
         CheckpointError: If a folder or file is missing, corrupt or pickled, the adapter is no SEL adapter, a tensor of
             it has no counterpart in the base or does not fit it, or the output cannot be written.
         BrokenMergeError: If a merged tensor holds NaN or infinity.
+        OtherBaseError: If the adapter was made from another base.
         NonFiniteWeightError: If the adapter trains only scales and a base weight holds NaN or infinity.
     """
     started = time.perf_counter()
@@ -382,7 +392,7 @@ def merge_checkpoint(
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     with CheckpointReader(base_dir) as base, Adapter(adapter_dir) as adapter:
-        plan = _Plan(base, adapter, dtype)
+        plan = _Plan(base, adapter, dtype, BaseCheck(adapter, check_base))
         with _staged_folder(out_dir) as staging:
             _copy_side_files(base.folder, staging)
             bytes_written = _write(plan, staging, max_shard_bytes, progress)
