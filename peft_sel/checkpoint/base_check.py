@@ -6,7 +6,7 @@ from torch import Tensor
 
 from peft_sel.checkpoint.adapter import Adapter, weight_key
 from peft_sel.errors import OtherBaseError
-from peft_sel.numerics import choose_hash, hash_stack, hash_weight, matches_fingerprint
+from peft_sel.numerics import choose_hashes, hash_stack, hash_weight, matches_fingerprint
 
 WAY_OUT = "merge with check_base=False (--any-base) all the same"
 
@@ -22,7 +22,7 @@ class BaseCheck:
     def __init__(self, adapter: Adapter, enabled: bool) -> None:
         self.adapter = adapter
         self._recorded = adapter.config.base_fingerprint if enabled else {}
-        self._experts: dict[str, dict[int, str]] = {}
+        self._experts: dict[str, dict[int, list[str]]] = {}
 
     def wants(self, module: str) -> bool:
         """Whether there is a fingerprint of the base tensor that a key of Adapter.modules converts."""
@@ -56,11 +56,13 @@ class BaseCheck:
         """
         if not self.wants(module):
             return
-        precision, digits = choose_hash(self._recorded[weight_key(module)], matrix.dtype)
+        recorded = choose_hashes(self._recorded[weight_key(module)], matrix.dtype)
         found = self._experts.setdefault(module, {})
-        found[expert] = hash_weight(matrix, precision)
+        found[expert] = [hash_weight(matrix, precision) for precision in recorded]
         if len(found) == num_experts:
-            self._require(module, hash_stack(found[index] for index in range(num_experts)) == digits)
+            stacks = zip(*(found[index] for index in range(num_experts)), strict=True)
+            pairs = zip(stacks, recorded.values(), strict=True)
+            self._require(module, any(hash_stack(members) == digits for members, digits in pairs))
 
     def _require(self, module: str, is_same: bool) -> None:
         if not is_same:

@@ -2,7 +2,7 @@
 
 from peft_sel.numerics.curvature import auto_beta, width_beta
 from peft_sel.numerics.fingerprint import (
-    choose_hash,
+    choose_hashes,
     fingerprint_weight,
     hash_stack,
     hash_weight,
@@ -51,7 +51,7 @@ __all__ = [
     "check_beta",
     "check_choice",
     "check_family",
-    "choose_hash",
+    "choose_hashes",
     "combine_factors",
     "compute_dtype",
     "effective_weight",

@@ -36,7 +36,7 @@ def fingerprint_weight(weight: Tensor, stacked: bool = False) -> str:
 
 
 def matches_fingerprint(recorded: str, weight: Tensor, stacked: bool = False) -> bool:
-    """Whether a weight has the values that a fingerprint was taken of, at the narrower of the two precisions.
+    """Whether a weight has the values that a fingerprint was taken of, or one is a rounding of the other.
 
     Args:
         recorded: What fingerprint_weight returned.
@@ -44,18 +44,27 @@ def matches_fingerprint(recorded: str, weight: Tensor, stacked: bool = False) ->
         stacked: Whether it is a stack of matrices.
 
     Returns:
-        False if a single value differs in a single bit, once both are in the precision that they are compared in.
+        False if a single value differs in a single bit after the rounding.
     """
-    name, digits = choose_hash(recorded, weight.dtype)
-    return _hash_members(weight, name, stacked) == digits
+    hashes = choose_hashes(recorded, weight.dtype)
+    return any(_hash_members(weight, name, stacked) == digits for name, digits in hashes.items())
 
 
-def choose_hash(recorded: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the precision in which a weight of a dtype is compared with a fingerprint, and its hash in that one."""
+def choose_hashes(recorded: str, dtype: torch.dtype) -> dict[str, str]:
+    """Return those hashes of a fingerprint, by precision, of which a weight of a dtype must have one.
+
+    They are the one in the weight's own precision, where the fingerprint was taken of a weight that could be rounded to
+    it, and the one in the precision that it was taken in, to which the weight may be rounded.
+
+    Args:
+        recorded: What fingerprint_weight returned.
+        dtype: Dtype of the weight to be compared.
+
+    Returns:
+        One or two hashes.
+    """
     hashes = dict(entry.split(":") for entry in recorded.split())
-    own = _own_precision(dtype)
-    name = own if own in hashes else next(iter(hashes))  # taken of narrower values: round to these
-    return name, hashes[name]
+    return {name: hashes[name] for name in (_own_precision(dtype), next(iter(hashes))) if name in hashes}
 
 
 def is_fingerprint(text: object) -> bool:
