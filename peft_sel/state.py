@@ -62,9 +62,9 @@ class SavedTuner(BaseTuner):
             check_saved(
                 own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
             )
-            check_base(iter_sel_layers(model), adapter_name, config)
             for layer in iter_sel_layers(model):
                 layer.check_base_is_finite(adapter_name)
+            check_base(iter_sel_layers(model), adapter_name, config)
         except SELError:
             layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):

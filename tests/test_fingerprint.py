@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from peft_sel import SELConfig, SELError, merge_checkpoint
 from peft_sel.cli import main
 from peft_sel.errors import ConfigError, OtherBaseError
+from peft_sel.modules import SELLinear
 from peft_sel.numerics import fingerprint_weight, hash_stack, hash_weight, matches_fingerprint
 
 MASK = (1 << 64) - 1
@@ -243,7 +244,7 @@ def test_the_base_is_found_under_a_merged_adapter(tmp_path: Path) -> None:
     model.merge_adapter()
     with pytest.warns(UserWarning, match="Unmerging the model first"):  # PEFT does, after it has converted
         model.load_adapter(tmp_path, "second")
-    assert [layer.base_fingerprint["second"] for layer in sel_layers(model)] == list(record.values())
+    assert {layer.fingerprint_name: layer.base_fingerprint["second"] for layer in sel_layers(model)} == record
 
 
 def test_copying_and_deleting_adapters(tmp_path: Path) -> None:
@@ -346,3 +347,15 @@ def test_merging_experts_refuses_another_base(train_raw: bool, tmp_path: Path) -
         merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "second")
     assert not (tmp_path / "second").exists()
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "second", check_base=False)
+
+
+@pytest.mark.parametrize("train_raw", [True, False])
+def test_a_quantised_base_has_no_values_to_compare(train_raw: bool, tmp_path: Path, monkeypatch) -> None:
+    record = save_adapter(tmp_path, train_raw=train_raw)
+    monkeypatch.setattr(SELLinear, "holds_base_weight", False)  # as SELQuantizedLinear says
+    assert save_adapter(tmp_path / "quantised") == {}
+    with pytest.warns(UserWarning, match=rf"{FIRST} is quantised; this base is not checked to be the one") as warned:
+        loaded = PeftModel.from_pretrained(make_tiny(dtype=torch.bfloat16), tmp_path)
+    assert len([warning for warning in warned if "is quantised" in str(warning.message)]) == 1
+    loaded.save_pretrained(tmp_path / "out")
+    assert read_record(tmp_path / "out") == record

@@ -24,37 +24,38 @@ class BaseCheck:
         self._recorded = adapter.config.base_fingerprint if enabled else {}
         self._experts: dict[str, dict[int, list[str]]] = {}
 
-    def wants(self, module: str) -> bool:
-        """Whether there is a fingerprint of the base tensor that a key of Adapter.modules converts."""
-        return weight_key(module) in self._recorded
+    def needs_base(self, module: str) -> bool:
+        """Whether the base tensor that a key of Adapter.modules converts is to be read: to compare, or to invert it."""
+        return weight_key(module) in self._recorded or not self.adapter.config.train_raw
 
-    def check(self, module: str, weight: Tensor) -> None:
+    def check(self, module: str, weight: Tensor | None) -> None:
         """Compare a base tensor.
 
         Args:
             module: The key of Adapter.modules that converts it.
-            weight: Its values, in the model's layout.
+            weight: Its values, in the model's layout; None where it need not be read.
 
         Raises:
             OtherBaseError: If the adapter was made from other values.
         """
-        if self.wants(module):
+        recorded = self._recorded.get(weight_key(module))
+        if recorded and weight is not None:
             stacked = len(self.adapter.reader.entries[self.adapter.modules[module]["beta"]].shape) > 0
-            self._require(module, matches_fingerprint(self._recorded[weight_key(module)], weight, stacked))
+            self._require(module, matches_fingerprint(recorded, weight, stacked))
 
-    def check_expert(self, module: str, expert: int, num_experts: int, matrix: Tensor) -> None:
+    def check_expert(self, module: str, expert: int, num_experts: int, matrix: Tensor | None) -> None:
         """Take note of one matrix of a stack, and compare the stack once all are known.
 
         Args:
             module: The key of Adapter.modules that converts the stack.
             expert: Index of the matrix.
             num_experts: How many there are.
-            matrix: Its values.
+            matrix: Its values; None where they need not be read.
 
         Raises:
             OtherBaseError: If the adapter was made from other values.
         """
-        if not self.wants(module):
+        if weight_key(module) not in self._recorded or matrix is None:
             return
         recorded = choose_hashes(self._recorded[weight_key(module)], matrix.dtype)
         found = self._experts.setdefault(module, {})

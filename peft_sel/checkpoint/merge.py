@@ -240,12 +240,11 @@ class _Plan:
         if key in self.members:
             return self._adapted_rows(key, dtype)
         config, module = self.adapter.config, self.modules[key]
-        base_weight = None
-        if not config.train_raw or self.check.wants(module):
-            base_weight = self.base.read(self._base_entry(key).name)
-            self.check.check(module, base_weight)
+        base_weight = self.base.read(self._base_entry(key).name) if self.check.needs_base(module) else None
         parts = self.adapter.read_parts(module)
-        return rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=key)
+        weight = rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=key)
+        self.check.check(module, base_weight)
+        return weight
 
     def _adapted_rows(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor that holds some rows of an expert's matrix; the matrix is kept for its other rows."""
@@ -253,13 +252,13 @@ class _Plan:
         stack, config = self.stacks[name], self.adapter.config
         group = stack.keys[expert]
         if self._last is None or self._last[0] != (name, expert, dtype):
-            base_weight, module = None, self.modules[name]
-            if not config.train_raw or self.check.wants(module):
-                base_weight = torch.cat([self.base.read(member) for member in group])
-                self.check.check_expert(module, expert, len(stack.keys), base_weight)
+            module = self.modules[name]
+            needed = group if self.check.needs_base(module) else ()
+            base_weight = torch.cat([self.base.read(member) for member in needed]) if needed else None
             parts = self.adapter.read_expert(module, expert)
             title = f"{name}[{expert}]"
             matrix = rebuild_weight(config, parts, dtype=dtype, base_weight=base_weight, name=title)
+            self.check.check_expert(module, expert, len(stack.keys), base_weight)
             self._last = (name, expert, dtype), matrix
         return self._last[1].split(stack.rows)[group.index(key)]
 
