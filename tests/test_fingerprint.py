@@ -34,6 +34,7 @@ from peft_sel import SELConfig, SELError, merge_checkpoint
 from peft_sel.cli import main
 from peft_sel.errors import ConfigError, OtherBaseError
 from peft_sel.modules import SELLinear
+from peft_sel.numerics import fingerprint as numerics_fingerprint
 from peft_sel.numerics import fingerprint_weight, hash_stack, hash_weight, matches_fingerprint
 
 MASK = (1 << 64) - 1
@@ -93,10 +94,14 @@ def test_places_and_shapes_count() -> None:
         assert hash_weight(torch.full((2,), first), "float32") != hash_weight(torch.tensor([first, second]), "float32")
 
 
-def test_strides_and_threads_do_not_count() -> None:
-    weight = torch.randn(400, 300)
+def test_strides_threads_and_grouping_do_not_count(monkeypatch) -> None:
+    weight = torch.randn(500, 600)
     expected = fingerprint_weight(weight)
-    wide = torch.randn(400, 600)
+    with monkeypatch.context() as patch:
+        for count in (2, 3, 256):  # on accelerators
+            patch.setitem(numerics_fingerprint.BLOCKS_AT_ONCE, "cpu", count)
+            assert fingerprint_weight(weight) == expected
+    wide = torch.randn(500, 1200)
     wide[:, ::2] = weight
     assert fingerprint_weight(weight.T.contiguous().T) == expected
     assert fingerprint_weight(wide[:, ::2]) == expected
