@@ -10,9 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 16  # values per sum: what is computed of them fits a cache
+BLOCK = 1 << 14  # values per sum: what is computed of them fits a cache, and is too little to wake other threads for
 BLOCKS_AT_ONCE = {"cpu": 1}
-MANY_BLOCKS = 1 << 8  # on accelerators, where a launch costs more than memory traffic
+MANY_BLOCKS = 1 << 10  # on accelerators, where a launch costs more than memory traffic
 DIGITS = 16
 # The roundings by which one checkpoint may be loaded: a weight is told by each that is no wider than its own dtype.
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
