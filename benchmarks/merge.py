@@ -42,6 +42,7 @@ from peft_sel.checkpoint.shards import (
     write_shard,
 )
 from peft_sel.conversion import expected_shapes, invert_at_start, rebuild_weight
+from peft_sel.numerics import fingerprint_weight
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STARTS = {"exp_scale": 1 / 15, "linear_scale": 1 / 15, "inner_multiplier": 1.0}
@@ -126,7 +127,8 @@ def make_pair(folder: Path, num_bytes: int, hidden: int) -> Pair:
         write_shard(pair.base / file, members, lambda entry: repeat_to(weights, entry.shape), {"format": "pt"})
     if len({entry.file for entry in entries}) > 1:
         write_index(pair.base / f"{MODEL_FILE}.index.json", entries, {})
-    CONFIG.save_pretrained(str(pair.adapter))
+    prints = {name: fingerprint_weight(repeat_to(weights, shape)) for name, shape in shapes.items() if is_target(name)}
+    dataclasses.replace(CONFIG, base_fingerprint=prints).save_pretrained(str(pair.adapter))
     parts = {
         f"base_model.model.{name.removesuffix('.weight')}.symexplin_{part}": shape
         for name, base_shape in shapes.items()

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
+from peft_sel.numerics import fingerprint_weight, matches_fingerprint
 
 
 class BaseWeightLayer(BaseTunerLayer):
@@ -21,9 +22,13 @@ class BaseWeightLayer(BaseTunerLayer):
     """
 
     parameter_name = "weight"  # of the base layer
+    stack: tuple[int, ...] = ()  # (num_experts,) where the weight is a stack of matrices
+    holds_base_weight = True  # and does not compute it anew at each access
     on_cpu = False  # whether the base weight stays in CPU memory wherever the layer runs
     drop_pending = False  # whether the base weight is to be dropped as soon as it is certain that the adapter loads
     sel_config: dict[str, SELConfig]
+    base_fingerprint: dict[str, str]  # of the base weight, by adapter
+    module_name: str
     in_features: int | None
     out_features: int | None
     _unmerged: dict[str, Tensor]  # the base weight set aside; a dict, so not registered
@@ -42,6 +47,38 @@ class BaseWeightLayer(BaseTunerLayer):
         if self.base_weight.numel() == 0 and self.in_features and self.out_features:
             return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
         return None
+
+    @property
+    def weight_name(self) -> str:
+        """How errors call the base weight."""
+        return f"{self.module_name}.weight"
+
+    @property
+    def fingerprint_name(self) -> str:
+        """How a configuration calls the base weight: by its name in the base."""
+        return self.weight_name.replace(".base_layer.", ".")
+
+    @property
+    def base_is_readable(self) -> bool:
+        """Whether the base weight is in memory, with the values that its checkpoint has."""
+        return self.holds_base_weight and not self.base_weight.is_meta
+
+    def record_base(self, adapter: str, config: SELConfig, weight: Tensor) -> None:
+        """Keep the fingerprint of the base weight that an adapter is made from: the recorded one, if it has that.
+
+        Args:
+            adapter: Name of the adapter.
+            config: Its configuration; what starts from a draw has nothing from the base.
+            weight: The base weight; of one that cannot be read, what is recorded stays.
+        """
+        if config.draws_targets:
+            return
+        value = config.base_fingerprint.get(self.fingerprint_name)
+        stacked = bool(self.stack)
+        if self.base_is_readable and not (value and matches_fingerprint(value, weight, stacked)):
+            value = fingerprint_weight(weight, stacked)
+        if value:
+            self.base_fingerprint[adapter] = value
 
     @property
     def base_is_away(self) -> bool:

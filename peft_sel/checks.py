@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,14 @@ from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX, vector_config
-from peft_sel.errors import AdapterMismatchError, AdapterStateError, BrokenMergeError, ConfigError, list_names
+from peft_sel.errors import (
+    AdapterMismatchError,
+    AdapterStateError,
+    BrokenMergeError,
+    ConfigError,
+    OtherBaseError,
+    list_names,
+)
 from peft_sel.layer import SELLayer
 from peft_sel.removal import iter_sel_layers
 from peft_sel.structured import check_sign
@@ -62,6 +70,48 @@ def check_saved(
     for key, value in saved.items():
         if key.endswith(f".{PREFIX}beta") and not bool(((value > 0) & value.isfinite()).all()):
             raise ConfigError("beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken")
+
+
+def check_base(layers: Iterable[SELLayer], adapter_name: str, config: SELConfig) -> None:
+    """Raise if a saved adapter meets another base than it was made from.
+
+    Args:
+        layers: The layers of the model.
+        adapter_name: Name of the adapter.
+        config: Its configuration, which holds the fingerprints of its base; without them nothing is checked.
+
+    Raises:
+        OtherBaseError: If so, naming the first weight that differs.
+    """
+    for layer in layers if config.check_base else ():
+        recorded = config.base_fingerprint.get(layer.fingerprint_name)
+        if recorded and layer.base_fingerprint.get(adapter_name, recorded) != recorded:
+            way_out = "pass check_base=False to PeftModel.from_pretrained to load it all the same"
+            made_from = config.base_model_name_or_path
+            raise OtherBaseError(repr(adapter_name), layer.fingerprint_name, made_from, config.train_raw, way_out)
+
+
+def warn_of_unreadable_base(layers: Iterable[SELLayer], adapter_name: str, config: SELConfig) -> None:
+    """Warn, of the first layer only, where a base weight cannot be read, so that nothing tells which base it is.
+
+    A quantised weight has none of the values of its checkpoint, which is worth a warning only where there is a record.
+
+    Args:
+        layers: The layers of the model.
+        adapter_name: Name of the adapter.
+        config: Its configuration.
+    """
+    for layer in layers if config.check_base and not config.draws_targets else ():
+        recorded = layer.fingerprint_name in config.base_fingerprint
+        if adapter_name in layer.sel_config and not layer.base_is_readable and (recorded or layer.holds_base_weight):
+            where = "on the meta device" if layer.holds_base_weight else "quantised"
+            what = "is not checked to be" if recorded else "is not recorded as"
+            warnings.warn(
+                f"the base weight {layer.fingerprint_name} is {where}; this base {what} the one that adapter "
+                f"{adapter_name!r} was made from",
+                stacklevel=3,
+            )
+            return
 
 
 def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) -> None:

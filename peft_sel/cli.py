@@ -122,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
     )
+    merge.add_argument("--any-base", action="store_true", help="merge even where ADAPTER was made from another base")
     merge.set_defaults(run=run_merge)
 
     export = commands.add_parser("export", description=EXPORT, formatter_class=layout)
@@ -185,7 +186,12 @@ def run_merge(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base)
     adapters = [resolve_checkpoint(adapter, patterns=ADAPTER_PATTERNS) for adapter in args.adapters]
-    options = {"dtype": dtype, "max_shard_bytes": args.max_shard_size, "overwrite": args.overwrite}
+    options = {
+        "dtype": dtype,
+        "max_shard_bytes": args.max_shard_size,
+        "overwrite": args.overwrite,
+        "check_base": not args.any_base,
+    }
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         report = merge_checkpoint(base, adapters, args.out, **options)

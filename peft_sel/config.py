@@ -17,7 +17,15 @@ from peft import PeftConfig, PeftType
 
 from peft_sel.adapter_files import CARD_FILE, check_files, replaced_files
 from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
-from peft_sel.numerics import FAMILY_SCALES, INITS, SCALE_NAMES, check_beta, check_choice, check_family
+from peft_sel.numerics import (
+    FAMILY_SCALES,
+    INITS,
+    SCALE_NAMES,
+    check_beta,
+    check_choice,
+    check_family,
+    is_fingerprint,
+)
 from peft_sel.scale_config import (
     NORMALIZERS,
     ResolvedScale,
@@ -104,6 +112,8 @@ class SELConfig(PeftConfig):
         anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
             fraction of all steps in (0, 1].
         peft_sel_version: Set by itself: the version of peft_sel that made the configuration.
+        base_fingerprint: Set by itself when the adapter is saved: {weight: hashes of its values in the base}.
+        check_base: False loads the adapter onto another base than it was made from; not saved.
 
     Raises:
         ConfigError: If a value is unknown or cannot work.
@@ -146,6 +156,8 @@ class SELConfig(PeftConfig):
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
     peft_sel_version: str | None = None
+    base_fingerprint: dict[str, str] = field(default_factory=dict, repr=False)
+    check_base: bool = field(default=True, compare=False)
     awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
 
     def __post_init__(self) -> None:
@@ -194,6 +206,9 @@ class SELConfig(PeftConfig):
         for value in [] if isinstance(self.beta, str) else [self.beta]:
             check_beta(value)
         self.beta_pattern = self.beta_pattern or {}
+        self.base_fingerprint = self.base_fingerprint or {}
+        if not isinstance(self.base_fingerprint, dict) or not all(map(is_fingerprint, self.base_fingerprint.values())):
+            raise ConfigError("base_fingerprint", self.base_fingerprint, "is no record of a base; leave it to peft_sel")
         for pattern, value in self.beta_pattern.items():
             check_beta(value)
             try:
@@ -319,6 +334,10 @@ class SELConfig(PeftConfig):
         config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         config.awaits_load = True
         return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as a dictionary, without check_base: each load checks anew."""
+        return {name: value for name, value in super().to_dict().items() if name != "check_base"}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.

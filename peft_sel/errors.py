@@ -131,6 +131,23 @@ class AdapterStateError(SELError):
         super().__init__(f"adapter {adapter!r} {problem}; {way_out}")
 
 
+class OtherBaseError(SELError):
+    """An adapter meets a base that it was not made from."""
+
+    def __init__(self, adapter: str, name: str, made_from: str | None, train_raw: bool, way_out: str) -> None:
+        why = (
+            "its target weights come from the adapter, but the rest of this base, such as embeddings and norms, is not "
+            "what they were trained with"
+            if train_raw
+            else "it holds no raw weights, and those recomputed from this base would make its target weights wrong"
+        )
+        origin = f" ({made_from})" if made_from else ""
+        super().__init__(
+            f"adapter {adapter} was made from another base{origin}, as the values of {name} show: {why}; use the base "
+            f"that it was made from, or {way_out}"
+        )
+
+
 class ChangedWeightError(SELError):
     """A tensor of an adapter changed between a backward pass and the pull back of its gradients."""
 

@@ -29,12 +29,7 @@ from peft_sel.conversion import (
     to_matrix,
     wide_dtype,
 )
-from peft_sel.errors import (
-    BrokenMergeError,
-    DroppedBaseError,
-    NonFiniteWeightError,
-    OffloadedError,
-)
+from peft_sel.errors import BrokenMergeError, DroppedBaseError, NonFiniteWeightError, OffloadedError
 from peft_sel.kept import KeptWeights
 from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport
@@ -56,9 +51,6 @@ def _refresh_after_load(layer: SELLayer, _: Any) -> None:
 class SELLayer(BaseWeightLayer):
     """Adapter state and merge logic of one target weight; mixed into an nn.Module."""
 
-    stack: tuple[int, ...] = ()  # (num_experts,) where the weight is a stack of matrices
-    holds_base_weight = True  # and does not compute it anew at each access
-
     adapter_layer_names = (
         "symexplin_raw",
         *(PREFIX + name for name in SCALE_NAMES),
@@ -72,6 +64,7 @@ class SELLayer(BaseWeightLayer):
         "symexplin_transposed",
         "sel_config",
         "inversion_report",
+        "base_fingerprint",
         "_fresh_versions",
     )
 
@@ -88,6 +81,7 @@ class SELLayer(BaseWeightLayer):
         self.symexplin_residual_b = nn.ParameterDict()
         self.sel_config = {}
         self.inversion_report: dict[str, InversionReport] = {}
+        self.base_fingerprint = {}
         self._fresh_versions: dict[str, list[tuple[int, int]]] = {}
         self.frozen_peft_weight_names = {}
         self.merged_adapters = []
@@ -111,11 +105,6 @@ class SELLayer(BaseWeightLayer):
         """Return the structured scales of an adapter by name."""
         containers = {name: getattr(self, PREFIX + name) for name in SCALE_NAMES}
         return {name: scales[adapter] for name, scales in containers.items() if adapter in scales}
-
-    @property
-    def weight_name(self) -> str:
-        """How errors call the base weight."""
-        return f"{self.module_name}.weight"
 
     def _choose_beta(self, config: SELConfig, weight: Tensor, hidden_size: int | None) -> Tensor:
         """Return the curvature of a weight, 0-d."""
@@ -153,6 +142,7 @@ class SELLayer(BaseWeightLayer):
         rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
         dtype, shape = wide_dtype(config), (rows, columns)
         self.sel_config[adapter] = config
+        self.record_base(adapter, config, weight)
         self.symexplin_beta[adapter] = beta.to(device)
         if self.transposed:
             self.symexplin_transposed[adapter] = torch.ones((), dtype=torch.uint8, device=device)

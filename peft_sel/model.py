@@ -20,6 +20,7 @@ from peft_sel.checks import (
     check_found,
     check_merged_is_finite,
     check_tokens,
+    warn_of_unreadable_base,
 )
 from peft_sel.conversion import BIAS, PREFIX, matches_end
 from peft_sel.errors import (
@@ -143,6 +144,7 @@ class SELModel(SavedTuner):
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
+        warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
         place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load)
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
-from peft_sel.checks import check_multipliers, check_saved
+from peft_sel.checks import check_base, check_multipliers, check_saved
 from peft_sel.conversion import BIAS
 from peft_sel.errors import OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
@@ -26,23 +25,31 @@ class SavedTuner(BaseTuner):
     def _get_adapter_state_dict(
         cls,
         model: nn.Module,
-        config: PeftConfig,
+        config: Any,
         adapter_name: str,
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value."""
+        """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value.
+
+        The configuration, which is saved next, gets the fingerprints of the base that the adapter has in this model.
+        """
         own: dict[str, Tensor] = super()._get_adapter_state_dict(
             model, config, adapter_name, state_dict, unwanted_adapter_names
         )
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
         check_multipliers(config, own, adapter_name)
+        config.base_fingerprint = {
+            layer.fingerprint_name: layer.base_fingerprint[adapter_name]
+            for layer in iter_sel_layers(model)
+            if adapter_name in layer.base_fingerprint
+        }
         return own
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
-        cls, model: Any, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+        cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
         mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
@@ -57,6 +64,7 @@ class SavedTuner(BaseTuner):
             )
             for layer in iter_sel_layers(model):
                 layer.check_base_is_finite(adapter_name)
+            check_base(iter_sel_layers(model), adapter_name, config)
         except SELError:
             layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):

@@ -98,7 +98,7 @@ def test_a_targeted_head_with_a_bias(tmp_path):
     other = load_base(tmp_path)
     other.lm_head.bias.data += 1
     expected = other.lm_head.bias.detach().clone()
-    unloaded = PeftModel.from_pretrained(other, tmp_path / "adapter").unload()
+    unloaded = PeftModel.from_pretrained(other, tmp_path / "adapter", check_base=False).unload()
     assert torch.equal(unloaded.lm_head.bias, expected)  # the file's copy is not loaded
 
 

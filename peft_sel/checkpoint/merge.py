@@ -107,6 +107,7 @@ def merge_checkpoint(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    check_base: bool = True,
 ) -> MergeReport:
     """Write a base checkpoint with adapters folded in (Eq. 3-7), as an ordinary checkpoint that needs no peft_sel.
 
@@ -128,6 +129,7 @@ def merge_checkpoint(
         overwrite: Replace the checkpoint in out_dir, at the moment when the new one is complete. Nothing else is ever
             replaced: no other files or folders, nor the working folder, base_dir, adapter_dir, or a parent of these.
         progress: Show a progress bar when standard error is a terminal.
+        check_base: Refuse a base that the adapter was not made from, by the fingerprints that it records.
 
     Returns:
         Counts, bytes and seconds.
@@ -139,6 +141,7 @@ def merge_checkpoint(
             it has no counterpart in the base or does not fit it, two adapters replace one tensor (modules_to_save,
             bias="all"), or the output cannot be written, may not be replaced, or is being written by another process.
         BrokenMergeError: If a merged tensor holds NaN or infinity.
+        OtherBaseError: If an adapter was made from another base.
         NonFiniteWeightError: If an adapter trains only scales and a base weight holds NaN or infinity.
     """
     started = time.perf_counter()
@@ -153,7 +156,7 @@ def merge_checkpoint(
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     with CheckpointReader(base_dir) as base, ExitStack() as stack:
         adapters = [stack.enter_context(Adapter(folder)) for folder in adapter_dirs]
-        plan = Plan(base, adapters, dtype)
+        plan = Plan(base, adapters, dtype, check_base)
         with staged_folder(out_dir, overwrite=overwrite, inputs=inputs) as staging:
             _copy_side_files(base.folder, staging)
             bytes_written = _write(plan, staging, max_shard_bytes, progress)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weight_key
+from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry, read_json
@@ -73,6 +74,7 @@ class Plan:
         base: The base checkpoint.
         adapters: What is merged into it, in this order.
         dtype: Dtype of the floating-point tensors of the output; None for the base's own.
+        check_base: Whether to compare the base with what each adapter was made from.
 
     Attributes:
         config: Content of the output's config.json.
@@ -82,8 +84,11 @@ class Plan:
         CheckpointError: If an adapter does not fit the base, or two of them replace one tensor.
     """
 
-    def __init__(self, base: CheckpointReader, adapters: Sequence[Adapter], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, base: CheckpointReader, adapters: Sequence[Adapter], dtype: torch.dtype | None, check_base: bool
+    ) -> None:
         self.base, self.dtype = base, dtype
+        self.checks = {adapter: BaseCheck(adapter, check_base) for adapter in adapters}
         path = base.folder / CONFIG_FILE
         self.config = read_json(path) if path.is_file() else {}
         if self.config.get("quantization_config"):
@@ -262,13 +267,18 @@ class Plan:
             adapter, saved = self.replaced[key]
             return adapter.reader.read(saved, expert).to(dtype)
         sources = self.folded[key]
-        needed = len(sources) > 1 or not sources[0][0].config.train_raw
+        needed = len(sources) > 1 or any(self.checks[adapter].needs_base(module) for adapter, module in sources)
         base_weight = self._read_base(key, expert) if needed else None
         name = key if expert is None else f"{key}[{expert}]"
 
         def fold(adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
             parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
-            return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
+            weight = rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
+            if expert is None:
+                self.checks[adapter].check(module, base_weight)
+            else:
+                self.checks[adapter].check_expert(module, expert, len(self.stacks[key].keys), base_weight)
+            return weight
 
         if base_weight is None or len(sources) == 1:
             return fold(*sources[0], dtype)

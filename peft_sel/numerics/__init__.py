@@ -1,6 +1,14 @@
 """The method in plain torch: pure functions of tensors and numbers."""
 
 from peft_sel.numerics.curvature import auto_beta, width_beta
+from peft_sel.numerics.fingerprint import (
+    choose_hashes,
+    fingerprint_weight,
+    hash_stack,
+    hash_weight,
+    is_fingerprint,
+    matches_fingerprint,
+)
 from peft_sel.numerics.inversion import INITS, InversionReport, invert_weight
 from peft_sel.numerics.lookup import INFINITIES, find_magnitudes, look_up, make_table, stack_tables
 from peft_sel.numerics.scales import (
@@ -43,16 +51,22 @@ __all__ = [
     "check_beta",
     "check_choice",
     "check_family",
+    "choose_hashes",
     "combine_factors",
     "compute_dtype",
     "effective_weight",
     "effective_weight_gradients",
     "expand_parts",
     "find_magnitudes",
+    "fingerprint_weight",
+    "hash_stack",
+    "hash_weight",
     "init_parts",
     "invert_weight",
+    "is_fingerprint",
     "look_up",
     "make_table",
+    "matches_fingerprint",
     "reduce_gradient",
     "slice_parts",
     "smallest_value",
