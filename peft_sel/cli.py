@@ -143,6 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=5_000_000_000,
         help="most bytes of weights per file (5e9)",
     )
+    export.add_argument("--any-base", action="store_true", help="go on even where ADAPTER was made from another base")
     export.set_defaults(run=run_export)
 
     inspect = commands.add_parser("inspect", description=INSPECT, formatter_class=layout)
@@ -230,6 +231,7 @@ def run_export(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype),
         base_dir=resolve_checkpoint(args.base) if args.base else None,
         max_shard_bytes=args.max_shard_size,
+        check_base=not args.any_base,
     )
     print(
         f"exported: {report.out_dir} ({report.tensors} tensors, {report.bytes_written / 1e6:.1f} MB); not for training"

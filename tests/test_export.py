@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from peft_sel import export_weights, save_adapter
 from peft_sel.cli import main
-from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OutputExistsError
+from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OtherBaseError, OutputExistsError
 
 FILE = "adapter_model.safetensors"
 
@@ -93,12 +93,22 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
     make_trained(tmp_path / "scales", train_raw=False)
     adapter, scales, out = tmp_path / "adapter", tmp_path / "scales" / "adapter", tmp_path / "new" / "out"
     make_tiny(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    other = make_tiny()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
     tokens = convert(make_tiny(), trainable_token_indices=[1])
     save_adapter(tokens, tmp_path / "tokens")
     for source, options, error, message in (
         (adapter, {"dtype": torch.int8}, ConfigError, "dtype=torch.int8"),
         (adapter, {"max_shard_bytes": 0}, ConfigError, "max_shard_bytes=0"),
         (scales, {}, CheckpointError, "name the base checkpoint with base_dir"),
+        (
+            scales,
+            {"base_dir": tmp_path / "other"},
+            OtherBaseError,
+            r"scales.*layers\.1\.mlp\.up_proj.*check_base=False",
+        ),
         (scales, {"base_dir": tmp_path / "small"}, CheckpointError, r"small: does not hold model.layers.1"),
         (tmp_path / "tokens", {}, CheckpointError, "trains single rows of a weight .*; merge it instead"),
         (tmp_path / "base", {}, CheckpointError, "holds no adapter_config.json"),
@@ -108,6 +118,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
         assert not out.parent.exists()
     with pytest.raises(OutputExistsError):
         export_weights(adapter, tmp_path / "base")
+    export_weights(scales, out, base_dir=tmp_path / "other", check_base=False)
 
 
 @pytest.mark.parametrize(

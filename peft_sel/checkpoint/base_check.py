@@ -8,7 +8,7 @@ from peft_sel.checkpoint.adapter import Adapter, weight_key
 from peft_sel.errors import OtherBaseError
 from peft_sel.numerics import choose_hashes, hash_stack, hash_weight, matches_fingerprint
 
-WAY_OUT = "merge with check_base=False (--any-base) all the same"
+WAY_OUT = "go on with check_base=False (--any-base) all the same"
 
 
 class BaseCheck:

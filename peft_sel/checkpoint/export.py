@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peft_sel.checkpoint.adapter import Adapter, weight_key
+from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import rename_as_loaded
 from peft_sel.checkpoint.shards import (
     MODEL_FILE,
@@ -46,8 +47,9 @@ class ExportReport:
 class _Weights:
     """What an adapter makes of its base: names, shapes, and one tensor at a time."""
 
-    def __init__(self, adapter: Adapter, base: CheckpointReader | None, dtype: torch.dtype) -> None:
+    def __init__(self, adapter: Adapter, base: CheckpointReader | None, dtype: torch.dtype, check_base: bool) -> None:
         self.adapter, self.base, self.dtype = adapter, base, dtype
+        self.check = BaseCheck(adapter, check_base)
         self.modules = {weight_key(module): module for module in adapter.modules}
         self.in_base = {rename_as_loaded(key): key for key in base.entries} if base else {}
         self.entries = [TensorEntry(key, self._check(key), dtype, "") for key in self.modules]
@@ -85,9 +87,11 @@ class _Weights:
     def _compute(self, key: str, dtype: torch.dtype) -> Tensor:
         if key not in self.modules:
             return self.adapter.reader.read(self.adapter.replacements[key]).to(dtype)
-        dense = "raw" in self.adapter.modules[self.modules[key]]
+        module = self.modules[key]
+        dense = "raw" in self.adapter.modules[module]
         base_weight = None if dense or self.base is None else self.base.read(self.in_base[key])
-        parts = self.adapter.read_parts(self.modules[key])
+        self.check.check(module, base_weight)
+        parts = self.adapter.read_parts(module)
         return rebuild_weight(self.adapter.config, parts, dtype=dtype, base_weight=base_weight, name=key)
 
 
@@ -108,6 +112,7 @@ def export_weights(
     dtype: torch.dtype = torch.bfloat16,
     base_dir: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    check_base: bool = True,
 ) -> ExportReport:
     """Write the effective weights (Eq. 3-7) of what an adapter trained, and nothing else, as safetensors.
 
@@ -122,6 +127,7 @@ def export_weights(
         dtype: Dtype of the result: bfloat16, float16 or float32.
         base_dir: Folder of the base model; only an adapter with train_raw=False needs it.
         max_shard_bytes: Most bytes of tensor data per file.
+        check_base: Refuse a base that the adapter was not made from, by the fingerprints that it records.
 
     Returns:
         Counts and bytes.
@@ -132,6 +138,7 @@ def export_weights(
         CheckpointError: If a folder or file is missing, corrupt or pickled, the adapter is no SEL adapter or needs a
             base that does not hold its weights, values are beyond the dtype's range, or out_dir cannot be written.
         BrokenMergeError: If a weight holds NaN or infinity.
+        OtherBaseError: If base_dir is another base than the adapter's.
     """
     out_dir = Path(out_dir)
     check_output(out_dir)
@@ -140,7 +147,7 @@ def export_weights(
     if max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     with Adapter(adapter_dir) as adapter, _opened(base_dir) as base:
-        weights = _Weights(adapter, base, dtype)
+        weights = _Weights(adapter, base, dtype, check_base)
         entries = plan_shards(weights.entries, max_shard_bytes)
         files = list(dict.fromkeys(entry.file for entry in entries))
         num_bytes = 0
