@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from peft import PeftConfig, PeftType
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
-from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
+from peft_sel.errors import ConfigError, NewerFormatError, NewerVersionError
 from peft_sel.numerics import FAMILY_SCALES, INITS, SCALE_NAMES, check_beta, check_choice, check_family
 from peft_sel.scale_config import (
     NORMALIZERS,
@@ -26,12 +25,14 @@ from peft_sel.scale_config import (
     check_multiplier,
     resolve_scale,
 )
+from peft_sel.untrusted import check_adapter_file, check_fields, read_json
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "sel_only", "all")
 BASE_WEIGHTS = ("keep", "cpu", "drop")
 INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
 DEFAULT = "default"  # of a scale that some families lack
+FORMAT_VERSION = 1  # of a saved adapter
 CARD_HEADING = "## How to load this adapter"
 
 
@@ -104,10 +105,13 @@ class SELConfig(PeftConfig):
         anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
             fraction of all steps in (0, 1].
         peft_sel_version: Set by itself: the version of peft_sel that made the configuration.
+        format_version: Set by itself: the format of the saved tensors, which rises whenever what they mean changes. A
+            field that is not known is PEFT's to warn about and leave out: it cannot change what they mean.
 
     Raises:
         ConfigError: If a value is unknown or cannot work.
         NewerVersionError: If a newer minor version of peft_sel made it.
+        NewerFormatError: If its format_version is newer.
 
     Example:
         >>> SELConfig(r=0, beta=7.5, exp_scale="row").exp_scale.pattern
@@ -146,17 +150,21 @@ class SELConfig(PeftConfig):
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
     peft_sel_version: str | None = None
+    format_version: int = FORMAT_VERSION
     awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_sel_version = _check_version(self.peft_sel_version)
+        if isinstance(self.format_version, int) and self.format_version > FORMAT_VERSION:
+            raise NewerFormatError(self.format_version, FORMAT_VERSION)
+        if isinstance(self.target_parameters, str):
+            raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
+        check_fields(self)
         self.peft_type = PeftType("SYMEXPLIN")  # added by registry.py
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, set(getattr(self, name)))
-        if isinstance(self.target_parameters, str):
-            raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
         for choice, known in (
             ("init", INITS),
             ("init_target", INIT_TARGETS),
@@ -198,20 +206,20 @@ class SELConfig(PeftConfig):
             check_beta(value)
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ConfigError("beta_pattern", pattern, f"not a regular expression: {error}") from error
         for name in ("beta_rms", "residual_lr_mult"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(name, value, "must be a positive, finite number")
-        if self.r < 0 or int(self.r) != self.r:
+        if self.r < 0:
             raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or a positive whole number")
+        if self.format_version < 1:
+            raise ConfigError("format_version", self.format_version, "there is none below 1; save the adapter again")
         if self.residual_alpha is not None and not (math.isfinite(self.residual_alpha) and self.residual_alpha > 0):
             raise ConfigError("residual_alpha", self.residual_alpha, "must be positive and finite; r=0 for no residual")
-        if not isinstance(self.train_raw, bool):
-            raise ConfigError("train_raw", self.train_raw, "must be True or False")
         steps, fraction = self.anneal_steps, isinstance(self.anneal_steps, float)
-        if isinstance(steps, bool) or steps <= 0 or (fraction and steps > 1):
+        if not steps > 0 or (fraction and steps > 1):
             raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
 
     def _check_combinations(self) -> None:
@@ -304,6 +312,8 @@ class SELConfig(PeftConfig):
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
         """Load the configuration of a saved adapter, after a look at its tensors' file: PEFT converts before it reads.
 
+        A local folder with pickled tensors alone is refused: PEFT would unpickle them.
+
         Args:
             pretrained_model_name_or_path: Folder, or id on the hub.
             subfolder: Folder below it.
@@ -313,18 +323,19 @@ class SELConfig(PeftConfig):
             The configuration.
 
         Raises:
-            CheckpointError: If the folder's safetensors file is truncated or corrupt.
+            CheckpointError: If the folder's safetensors file is truncated, corrupt or not there beside a pickled one.
         """
-        file = Path(pretrained_model_name_or_path, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
-        if file.is_file():
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        check_adapter_file(folder / SAFETENSORS_WEIGHTS_NAME, folder / WEIGHTS_NAME)
         config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         config.awaits_load = True
         return config
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> Any:
+        """Read a saved configuration as PEFT does, once it is known to be an object whose keys come once."""
+        read_json(path_json_file)
+        return super().from_json_file(path_json_file, **kwargs)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and say in the folder's model card how to load the adapter.
@@ -344,7 +355,7 @@ def _check_version(made_by: str | None) -> str:
         return installed
     try:
         newer = Version(made_by).release[:2] > Version(installed).release[:2]
-    except (InvalidVersion, TypeError) as error:
+    except (ValueError, TypeError) as error:  # InvalidVersion, or a number of too many digits
         raise ConfigError("peft_sel_version", made_by, "is no version number; leave it to peft_sel") from error
     if newer:
         raise NewerVersionError(made_by, installed)

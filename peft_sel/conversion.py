@@ -31,6 +31,7 @@ HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter 
 BIAS = "bias"  # the parameter that bias="sel_only" converts beside a target module's weight
 VECTOR_PATTERNS = {"column": "global", "row_col_mult": "global", "row_col_add": "row", "lora": "row"}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MIN_RANK_LIMIT = 64  # ranks up to here are allowed whatever the size of the weight
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
@@ -223,6 +224,32 @@ def to_matrix(weight: Tensor, transposed: bool) -> Tensor:
     return weight.T if transposed else weight.flatten(1)
 
 
+def matrix_shape(config: SELConfig, name: str, shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:
+    """Return (d_out, d_in) of a weight, after checking that no rank makes an adapter much larger than the weight.
+
+    Args:
+        config: The adapter's configuration, which may come from a file.
+        name: How errors call the weight.
+        shape: Its shape in its module's layout.
+        transposed: Whether that is (d_in, d_out).
+
+    Returns:
+        Rows and columns.
+
+    Raises:
+        ConfigError: If a rank is above the smaller of the two (and MIN_RANK_LIMIT), where it adds nothing.
+    """
+    rows, columns = to_matrix(torch.empty(shape, device="meta"), transposed).shape
+    limit = max(MIN_RANK_LIMIT, min(rows, columns))
+    ranks = {
+        f"{scale}.rank": chosen.rank for scale, chosen in config.scale_configs().items() if chosen.pattern == "lora"
+    }
+    for field, rank in {"r": config.r, **ranks}.items():
+        if rank > limit:
+            raise ConfigError(field, rank, f"{name} is {rows} x {columns}, where a rank above {limit} adds nothing")
+    return rows, columns
+
+
 def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Tensor:
     """View a (d_out, d_in) matrix as a weight of a given shape: the inverse of to_matrix."""
     if transposed:
@@ -290,6 +317,9 @@ def expected_shapes(
 
     Returns:
         Shapes by name.
+
+    Raises:
+        ConfigError: If a rank is far above what the weight can use.
     """
     if stacked:
         flags = {"transposed": ()} if transposed else {}
@@ -301,7 +331,7 @@ def expected_shapes(
         shapes["raw"] = shape
     if transposed:
         shapes["transposed"] = ()
-    rows, columns = to_matrix(torch.empty(shape, device="meta"), transposed).shape
+    rows, columns = matrix_shape(config, "a weight", shape, transposed)
     for scale, scale_config in config.scale_configs().items():
         parts = init_parts(scale_config.pattern, 1.0, (rows, columns), rank=scale_config.rank, device="meta")
         shapes.update({f"{scale}.{part}": tuple(tensor.shape) for part, tensor in parts.items()})

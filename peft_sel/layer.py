@@ -23,9 +23,9 @@ from peft_sel.conversion import (
     fold_weight,
     invert_at_start,
     make_spec,
+    matrix_shape,
     resolve_beta,
     tabulate_at_start,
-    to_matrix,
 )
 from peft_sel.errors import (
     BrokenMergeError,
@@ -143,13 +143,13 @@ class SELLayer(BaseWeightLayer):
         if convert and not isinstance(self.get_base_layer(), nn.Embedding):  # a table that is looked up has no fans
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
+        shape = matrix_shape(config, self.weight_name, tuple(weight.shape[len(self.stack) :]), self.transposed)
         device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:
             raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
         else:
             raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device)
-        rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
-        dtype, shape = torch.float64 if config.raw_dtype == "float64" else torch.float32, (rows, columns)
+        dtype = torch.float64 if config.raw_dtype == "float64" else torch.float32
         self.sel_config[adapter] = config
         self.symexplin_beta[adapter] = beta.to(device)
         if self.transposed:

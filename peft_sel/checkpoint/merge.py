@@ -13,36 +13,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weight_key
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
+from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
 from peft_sel.checkpoint.shards import (
     CONFIG_FILE,
     MODEL_FILE,
     CheckpointReader,
     TensorEntry,
     plan_shards,
-    read_json,
     write_index,
     write_shard,
     write_text,
 )
 from peft_sel.conversion import rebuild_weight
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OutputExistsError, list_names
+from peft_sel.untrusted import read_json
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Weights in any format, and what would make transformers load an adapter on top of the merged model.
 NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|adapter_config\.json|config\.json"
 )
+MAX_SIDE_BYTES = 1 << 30  # of one file beside the weights, so that one with a hole does not fill the disk
 COPIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -65,25 +64,6 @@ class MergeReport:
     bytes_written: int
     seconds: float
     out_dir: Path
-
-
-def _model_class(config: dict[str, Any]) -> type[PreTrainedModel] | None:
-    """Return the transformers class that a checkpoint was saved from, None if it is not one of transformers' own."""
-    names = config.get("architectures") or [None]
-    model_class = getattr(transformers, str(names[0]), None)
-    return model_class if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) else None
-
-
-def _ties_embeddings(config: dict[str, Any], path: Path) -> bool:
-    """Return whether the model ties its head to its embedding, by its configuration or by its type's default."""
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return False
-    try:
-        return bool(getattr(CONFIG_MAPPING[model_type].from_dict(config), "tie_word_embeddings", False))
-    except Exception as error:  # its checks raise many things
-        problem = f"is not a configuration that transformers accepts ({error})"
-        raise CheckpointError(path, problem, "fetch the checkpoint again") from error
 
 
 def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
@@ -110,10 +90,10 @@ class _Plan:
     def __init__(self, base: CheckpointReader, adapter: Adapter, dtype: torch.dtype | None) -> None:
         self.base, self.adapter, self.dtype = base, adapter, dtype
         path = base.folder / CONFIG_FILE
-        self.config = read_json(path) if path.is_file() else {}
+        self.config = read_json(path) if os.path.lexists(path) else {}
         if self.config.get("quantization_config"):
             raise CheckpointError(path, "the weights are quantized", "merge into an unquantized copy of the model")
-        model_class, self.ties = _model_class(self.config), _ties_embeddings(self.config, path)
+        model_class, self.ties = find_model_class(self.config), ties_embeddings(self.config, path)
         tied_keys = getattr(
             model_class, "_tied_weights_keys", None
         )  # such as lm_head.weight: model.embed_tokens.weight
@@ -170,8 +150,11 @@ class _Plan:
         return len(self.modules.keys() - self.stacks.keys()) + len(self.members) + len(self.replaced)
 
     def _check_tensors(self) -> None:
-        """Raise unless every adapter tensor fits its base tensor."""
-        if twice := sorted(self.modules.keys() & self.replaced.keys()):
+        """Raise unless every adapter tensor fits its base tensor, and no other one of the adapter does."""
+        adapter = self.adapter
+        sources = [*self.modules.values(), *self.replaced.values(), *self.copies.values()]
+        hidden = {*adapter.modules, *adapter.replacements.values(), *adapter.base_copies.values()} - {*sources}
+        if twice := sorted(hidden | (self.modules.keys() & self.replaced.keys())):
             raise CheckpointError(
                 self.adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again"
             )
@@ -186,6 +169,10 @@ class _Plan:
             entry, found = self._base_entry(key), self.adapter.reader.entries[saved]
             if found.shape != entry.shape:
                 raise shape_error(self.adapter.folder, saved, found.shape, key, entry.shape)
+            if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*WEIGHT_DTYPES}:
+                raise CheckpointError(
+                    self.adapter.folder, f"{saved} is {found.dtype} and in the base {entry.dtype}", "save it again"
+                )
         for key, saved in self.copies.items():
             copy = self.adapter.reader.read(saved)
             if not torch.equal(self.base.read(self._base_entry(key).name).to(copy.dtype), copy):
@@ -270,7 +257,12 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
             (out_dir / folder).mkdir()
             sources.extend((base_dir / folder).iterdir())
     for path in sources:
+        if not path.exists() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(path, "is a link to nothing, a pipe or a device", "remove it, or fetch it again")
         if path.is_file():
+            if path.stat().st_size > MAX_SIDE_BYTES:
+                problem = f"is larger than {MAX_SIDE_BYTES} bytes, and no file of weights"
+                raise CheckpointError(path, problem, "move it out of the folder")
             with open(path, "rb") as source, open(out_dir / path.relative_to(base_dir), "xb") as target:
                 shutil.copyfileobj(source, target)
                 target.flush()
@@ -313,7 +305,7 @@ def _staged_folder(out_dir: Path) -> Iterator[Path]:
 def _write(plan: _Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:
     """Write config and weights of the output; return the bytes of the weights files."""
     config_path = plan.base.folder / CONFIG_FILE
-    if plan.config:
+    if config_path.exists():
         unchanged = plan.config == read_json(config_path)
         text = json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
         write_text(out_dir / CONFIG_FILE, config_path.read_text(encoding="utf-8") if unchanged else text)
