@@ -41,8 +41,9 @@ from peft_sel.checkpoint.shards import (
     write_index,
     write_shard,
 )
-from peft_sel.conversion import expected_shapes, invert_at_start, rebuild_weight
+from peft_sel.conversion import invert_at_start, rebuild_weight
 from peft_sel.numerics import fingerprint_weight
+from peft_sel.shapes import expected_shapes
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STARTS = {"exp_scale": 1 / 15, "linear_scale": 1 / 15, "inner_multiplier": 1.0}

@@ -1,8 +1,7 @@
-"""The files of an adapter's folder: are they whole, and how small ones are replaced in one step."""
+"""The files of an adapter's folder: whether they are whole, how small ones are replaced, and its model card."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import ModelCard, ModelCardData
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from peft_sel.errors import CheckpointError, list_names
+from peft_sel.untrusted import check_adapter_file, read_json
 
 INDEX_NAME = f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
 SHARD_NAME = re.compile(r"adapter_model-(\d{5})-of-(\d{5})\.safetensors")
 CARD_FILE = "README.md"
+CARD_HEADING = "## How to load this adapter"
 UNFINISHED = ".unfinished"
 
 
@@ -30,30 +31,26 @@ def check_files(folder: Path) -> None:
         folder: The adapter's folder.
 
     Raises:
-        CheckpointError: If a file is truncated, corrupt or missing.
+        CheckpointError: If a file is truncated, corrupt or missing, or there are only pickled ones.
     """
     single, index = folder / SAFETENSORS_WEIGHTS_NAME, folder / INDEX_NAME
     shards = sorted(path for path in folder.glob("adapter_model-*.safetensors") if SHARD_NAME.fullmatch(path.name))
-    files = [single] if single.is_file() else shards
-    if files == shards and (shards or index.is_file()):
+    files = [single]
+    if not os.path.lexists(single) and (shards or os.path.lexists(index)):
         _check_index(index, {path.name for path in shards})
+        files = shards
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(file, f"is truncated or corrupt ({error})", "save the adapter again") from error
+        check_adapter_file(file, folder / WEIGHTS_NAME)
 
 
 def _check_index(index: Path, shards: set[str]) -> None:
     """Raise unless an index names exactly the shards that are there."""
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(index, f"is not a readable index ({error!r})", "save the adapter again") from error
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(index, "has no weight_map", "save the adapter again")
+    named = set(map(str, weight_map.values()))
     if named != shards:
-        differing = list_names(sorted(map(str, named ^ shards)))
-        problem = f"and the shards beside it do not belong together: {differing}"
+        problem = f"and the shards beside it do not belong together: {list_names(sorted(named ^ shards))}"
         raise CheckpointError(index, problem, "fetch or save the adapter again, all of its files")
 
 
@@ -80,3 +77,30 @@ def replaced_files(folder: Path) -> Iterator[Path]:
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_card(folder: Path, base_model: str | None) -> None:
+    """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
+    path = folder / CARD_FILE
+    card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
+    card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
+    base = base_model or "BASE_MODEL"
+    section = f"""{CARD_HEADING}
+
+This is a SymExpLin (SEL) adapter. PEFT knows it after `import peft_sel` (without it: `KeyError: 'SYMEXPLIN'`):
+
+```python
+import peft_sel  # registers SEL with PEFT; needed before any from_pretrained
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "THIS_FOLDER")
+plain = model.merge_and_unload()  # an ordinary model: save it and load it anywhere, without peft_sel
+```
+
+Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
+"""
+    if CARD_HEADING not in card.text:
+        card.text = f"\n{section}\n{card.text.lstrip()}"
+    card.save(path)

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import _ExcludedModule
 from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX, vector_config
+from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX
 from peft_sel.errors import (
     AdapterMismatchError,
     AdapterStateError,
@@ -22,6 +22,7 @@ from peft_sel.errors import (
 )
 from peft_sel.layer import SELLayer
 from peft_sel.removal import iter_sel_layers
+from peft_sel.shapes import vector_config
 from peft_sel.structured import check_sign
 
 

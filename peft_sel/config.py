@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from peft import PeftConfig, PeftType
 
-from peft_sel.adapter_files import CARD_FILE, check_files, replaced_files
-from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError
+from peft_sel.adapter_files import CARD_FILE, check_files, replaced_files, write_card
+from peft_sel.errors import CheckpointError, ConfigError, NewerFormatError, NewerVersionError
 from peft_sel.numerics import (
     FAMILY_SCALES,
     INITS,
@@ -34,13 +33,14 @@ from peft_sel.scale_config import (
     check_multiplier,
     resolve_scale,
 )
+from peft_sel.untrusted import check_fields, read_json
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "sel_only", "all")
 BASE_WEIGHTS = ("keep", "cpu", "drop")
 INIT_TARGETS = ("pretrained", "xavier_uniform", "xavier_normal")
 DEFAULT = "default"  # of a scale that some families lack
-CARD_HEADING = "## How to load this adapter"
+FORMAT_VERSION = 1  # of a saved adapter
 
 
 @dataclass
@@ -112,12 +112,15 @@ class SELConfig(PeftConfig):
         anneal_steps: Steps over which learning-rate multipliers go from lr_mult to lr_mult_end: an int, or a float
             fraction of all steps in (0, 1].
         peft_sel_version: Set by itself: the version of peft_sel that made the configuration.
+        format_version: Set by itself: the format of the saved tensors, which rises whenever what they mean changes. A
+            field that is not known is PEFT's to warn about and leave out: it cannot change what they mean.
         base_fingerprint: Set by itself when the adapter is saved: {weight: hashes of its values in the base}.
         check_base: False loads the adapter onto another base than it was made from; not saved.
 
     Raises:
         ConfigError: If a value is unknown or cannot work.
         NewerVersionError: If a newer minor version of peft_sel made it.
+        NewerFormatError: If its format_version is newer.
 
     Example:
         >>> SELConfig(r=0, beta=7.5, exp_scale="row").exp_scale.pattern
@@ -156,6 +159,7 @@ class SELConfig(PeftConfig):
     raw_dtype: str = "float32"
     anneal_steps: int | float = 0.2
     peft_sel_version: str | None = None
+    format_version: int = FORMAT_VERSION
     base_fingerprint: dict[str, str] = field(default_factory=dict, repr=False)
     check_base: bool = field(default=True, compare=False)
     awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
@@ -163,12 +167,15 @@ class SELConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_sel_version = _check_version(self.peft_sel_version)
+        if isinstance(self.format_version, int) and self.format_version > FORMAT_VERSION:
+            raise NewerFormatError(self.format_version, FORMAT_VERSION)
+        if isinstance(self.target_parameters, str):
+            raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
+        check_fields(self)
         self.peft_type = PeftType("SYMEXPLIN")  # added by registry.py
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, set(getattr(self, name)))
-        if isinstance(self.target_parameters, str):
-            raise ConfigError("target_parameters", self.target_parameters, "give a list of names")
         for choice, known in (
             ("init", INITS),
             ("init_target", INIT_TARGETS),
@@ -213,20 +220,20 @@ class SELConfig(PeftConfig):
             check_beta(value)
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ConfigError("beta_pattern", pattern, f"not a regular expression: {error}") from error
         for name in ("beta_rms", "residual_lr_mult"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(name, value, "must be a positive, finite number")
-        if self.r < 0 or int(self.r) != self.r:
+        if self.r < 0:
             raise ConfigError("r", self.r, "the residual's rank must be 0 (none) or a positive whole number")
+        if self.format_version < 1:
+            raise ConfigError("format_version", self.format_version, "there is none below 1; save the adapter again")
         if self.residual_alpha is not None and not (math.isfinite(self.residual_alpha) and self.residual_alpha > 0):
             raise ConfigError("residual_alpha", self.residual_alpha, "must be positive and finite; r=0 for no residual")
-        if not isinstance(self.train_raw, bool):
-            raise ConfigError("train_raw", self.train_raw, "must be True or False")
         steps, fraction = self.anneal_steps, isinstance(self.anneal_steps, float)
-        if isinstance(steps, bool) or steps <= 0 or (fraction and steps > 1):
+        if not steps > 0 or (fraction and steps > 1):
             raise ConfigError("anneal_steps", steps, "give a positive int (steps) or a float in (0, 1] (of all steps)")
 
     def _check_combinations(self) -> None:
@@ -319,6 +326,8 @@ class SELConfig(PeftConfig):
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
         """Load the configuration of a saved adapter, after a look at its tensors' file: PEFT converts before it reads.
 
+        A local folder with pickled tensors alone is refused: PEFT would unpickle them.
+
         Args:
             pretrained_model_name_or_path: Folder, or id on the hub.
             subfolder: Folder below it.
@@ -328,12 +337,19 @@ class SELConfig(PeftConfig):
             The configuration.
 
         Raises:
-            CheckpointError: If a safetensors file of the folder is truncated, corrupt or missing.
+            CheckpointError: If a safetensors file of the folder is truncated, corrupt, missing, or not there beside a
+                pickled one.
         """
         check_files(Path(pretrained_model_name_or_path, subfolder or ""))
         config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         config.awaits_load = True
         return config
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> Any:
+        """Read a saved configuration as PEFT does, once it is known to be an object whose keys come once."""
+        read_json(path_json_file)
+        return super().from_json_file(path_json_file, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as a dictionary, without check_base: each load checks anew."""
@@ -368,35 +384,8 @@ def _check_version(made_by: str | None) -> str:
         return installed
     try:
         newer = Version(made_by).release[:2] > Version(installed).release[:2]
-    except (InvalidVersion, TypeError) as error:
+    except (ValueError, TypeError) as error:  # InvalidVersion, or a number of too many digits
         raise ConfigError("peft_sel_version", made_by, "is no version number; leave it to peft_sel") from error
     if newer:
         raise NewerVersionError(made_by, installed)
     return made_by
-
-
-def write_card(folder: Path, base_model: str | None) -> None:
-    """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
-    path = folder / CARD_FILE
-    card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
-    card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
-    base = base_model or "BASE_MODEL"
-    section = f"""{CARD_HEADING}
-
-This is a SymExpLin (SEL) adapter. PEFT knows it after `import peft_sel` (without it: `KeyError: 'SYMEXPLIN'`):
-
-```python
-import peft_sel  # registers SEL with PEFT; needed before any from_pretrained
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "THIS_FOLDER")
-plain = model.merge_and_unload()  # an ordinary model: save it and load it anywhere, without peft_sel
-```
-
-Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
-"""
-    if CARD_HEADING not in card.text:
-        card.text = f"\n{section}\n{card.text.lstrip()}"
-    card.save(path)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +14,20 @@ from peft_sel.errors import AdapterMismatchError, ConfigError, ConvergenceError,
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
     INFINITIES,
-    SCALE_NAMES,
     InversionReport,
     auto_beta,
     expand_parts,
     find_magnitudes,
-    init_parts,
     invert_weight,
     make_table,
     stack_tables,
     width_beta,
 )
+from peft_sel.shapes import expected_shapes, from_matrix, to_matrix, vector_config
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
 BIAS = "bias"  # the parameter that bias="sel_only" converts beside a target module's weight
-VECTOR_PATTERNS = {"column": "global", "row_col_mult": "global", "row_col_add": "row", "lora": "row"}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
@@ -39,23 +35,6 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny
 def matches_end(pattern: str, name: str) -> bool:
     """Whether a regex matches a module name, or its end after a dot."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
-
-
-def vector_config(config: SELConfig) -> SELConfig:
-    """Return the configuration of a bias beside a weight that has config: a matrix of one column, without a residual.
-
-    Args:
-        config: The adapter's configuration.
-
-    Returns:
-        A copy whose scales are global or row: on one column, a sum of rows and columns is no more than a row.
-    """
-    scales: dict[str, Any] = {}
-    for name in SCALE_NAMES:
-        scale = getattr(config, name)
-        pattern = None if scale is None else VECTOR_PATTERNS.get(scale.pattern, scale.pattern)
-        scales[name] = None if scale is None else dataclasses.replace(scale, pattern=pattern)
-    return dataclasses.replace(config, r=0, base_weight="keep", **scales)
 
 
 def check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
@@ -209,29 +188,6 @@ def tabulate_at_start(
         return None
 
 
-def to_matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """View a weight as a (d_out, d_in) matrix, whose rows and columns the scales and the residual have.
-
-    Args:
-        weight: Weight in its module's layout: (d_out, d_in) of Linear and Embedding (whose rows are the vocabulary),
-            (d_out, d_in / groups, *kernel) of convolutions, (d_in, d_out) of transformers' Conv1D, (d_out,) of a bias.
-        transposed: Whether the layout is (d_in, d_out).
-
-    Returns:
-        A view; from_matrix undoes it.
-    """
-    if weight.dim() == 1:
-        return weight[:, None]
-    return weight.T if transposed else weight.flatten(1)
-
-
-def from_matrix(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Tensor:
-    """View a (d_out, d_in) matrix as a weight of a given shape: the inverse of to_matrix."""
-    if transposed:
-        return matrix.T
-    return matrix if len(shape) == 2 else matrix.reshape(shape)  # a sparse gradient cannot pass a reshape
-
-
 def wide_dtype(config: SELConfig) -> torch.dtype:
     """Return the dtype in which an adapter's weight is computed, before it is cast to that of the base."""
     return torch.float64 if config.raw_dtype == "float64" else torch.float32
@@ -296,39 +252,6 @@ def add_differences(base_weight: Tensor, differences: Iterable[Tensor], dtype: t
         The weight, the same bits for a whole as for its parts.
     """
     return (base_weight + reduce(torch.add, differences)).to(dtype)
-
-
-def expected_shapes(
-    config: SELConfig, shape: tuple[int, ...], transposed: bool = False, stacked: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a saved adapter holds for a target weight, by its name after the prefix.
-
-    Args:
-        config: The adapter's configuration.
-        shape: Shape of the weight in its module's layout.
-        transposed: Whether that is (d_in, d_out).
-        stacked: Whether it is a stack of experts along its first dimension.
-
-    Returns:
-        Shapes by name.
-    """
-    if stacked:
-        flags = {"transposed": ()} if transposed else {}
-        members = expected_shapes(config, shape[1:], transposed)
-        return {name: (shape[0], *member) for name, member in members.items()} | flags
-    config = vector_config(config) if len(shape) == 1 else config
-    shapes: dict[str, tuple[int, ...]] = {"beta": ()}
-    if config.train_raw:
-        shapes["raw"] = shape
-    if transposed:
-        shapes["transposed"] = ()
-    rows, columns = to_matrix(torch.empty(shape, device="meta"), transposed).shape
-    for scale, scale_config in config.scale_configs().items():
-        parts = init_parts(scale_config.pattern, 1.0, (rows, columns), rank=scale_config.rank, device="meta")
-        shapes.update({f"{scale}.{part}": tuple(tensor.shape) for part, tensor in parts.items()})
-    if config.r > 0:
-        shapes["residual_a"], shapes["residual_b"] = (config.r, columns), (rows, config.r)
-    return shapes
 
 
 def rebuild_weight(

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxlist, _short.maxdict, _short.maxset, _short.maxtuple = 3, 8, 8, 8, 8
+_short.maxstring = _short.maxother = 200
+
+
+def show_value(value: object) -> str:
+    """Write a value for a message, in one line however long or deep it is."""
+    return _short.repr(value)
+
+
+def make_line(text: str) -> str:
+    """Write a text, which may quote a file or another library, as one line of at most 2,000 printable characters."""
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
+    return line if len(line) <= 2000 else f"{line[:1000]}...{line[-997:]}"
+
+
+def show_name(name: str) -> str:
+    """Write a name for a message: as it is, unless it is too long or would break the line."""
+    return name if len(name) <= 200 and name.isprintable() else show_value(name)
 
 
 def list_names(names: Iterable[object], limit: int = 6) -> str:
     """Join names for a message, cutting long lists."""
-    items = [str(name) for name in names]
+    items = [show_name(str(name)) for name in names]
     shown = ", ".join(items[:limit])
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
 class SELError(ValueError):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose; its message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(make_line(message))
 
 
 class ConfigError(SELError):
     """An option has a value that cannot work."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        super().__init__(f"{field}={value!r}: {reason}")
+        super().__init__(f"{field}={show_value(value)}: {reason}")
         self.field, self.value, self.reason = field, value, reason
 
 
@@ -234,5 +258,15 @@ class NewerVersionError(SELError):
     def __init__(self, made_by: str, installed: str) -> None:
         super().__init__(
             f"the adapter was made by peft_sel {made_by} and this is {installed}, which may not know all its options; "
+            "run pip install -U peft-sel"
+        )
+
+
+class NewerFormatError(SELError):
+    """An adapter's files have a format that this peft_sel does not know."""
+
+    def __init__(self, found: int, known: int) -> None:
+        super().__init__(
+            f"the adapter has format_version {found}, and this peft_sel knows formats up to {known}; "
             "run pip install -U peft-sel"
         )

@@ -26,13 +26,13 @@ from peft_sel.conversion import (
     make_spec,
     resolve_beta,
     tabulate_at_start,
-    to_matrix,
     wide_dtype,
 )
 from peft_sel.errors import BrokenMergeError, DroppedBaseError, NonFiniteWeightError, OffloadedError
 from peft_sel.kept import KeptWeights
 from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport
+from peft_sel.shapes import matrix_shape
 from peft_sel.structured import StructuredScale
 
 PERTURBATION = 0.05  # relative, of init_weights=False
@@ -134,13 +134,13 @@ class SELLayer(BaseWeightLayer):
         if convert and not isinstance(self.get_base_layer(), nn.Embedding):  # a table that is looked up has no fans
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
+        shape = matrix_shape(config, self.weight_name, tuple(weight.shape[len(self.stack) :]), self.transposed)
         device = weight.device if convert else torch.device("meta")  # what is loaded later takes no memory before
         if convert:
             raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
         else:
             raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device)
-        rows, columns = to_matrix(weight[0] if self.stack else weight, self.transposed).shape
-        dtype, shape = wide_dtype(config), (rows, columns)
+        dtype = wide_dtype(config)
         self.sel_config[adapter] = config
         self.record_base(adapter, config, weight)
         self.symexplin_beta[adapter] = beta.to(device)

@@ -11,11 +11,12 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_sel.accumulation import find_shared_weights
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, vector_config
+from peft_sel.conversion import BIAS
 from peft_sel.errors import DroppedBaseError, MixedBatchError, UnsupportedModuleError
 from peft_sel.experts import SELParameter
 from peft_sel.kernels import linear
 from peft_sel.layer import SELLayer
+from peft_sel.shapes import vector_config
 
 BASE_ROWS = "__base__"  # PEFT's name, in adapter_names, for the untouched base
 

@@ -22,13 +22,13 @@ from peft_sel.checkpoint.shards import (
     CheckpointReader,
     TensorEntry,
     plan_shards,
-    read_json,
     write_index,
     write_shard,
 )
 from peft_sel.checkpoint.staging import staged_folder
 from peft_sel.config import SELConfig
 from peft_sel.errors import AdapterStateError, CheckpointError, ConfigError, OutputExistsError, list_names
+from peft_sel.untrusted import read_json
 
 MAX_SHARD_BYTES = 50_000_000_000  # what the hub takes as one file
 ADAPTER_NAMES = re.compile(r"adapter_model.*\.(safetensors|bin|index\.json)|adapter_config\.json")

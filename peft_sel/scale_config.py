@@ -8,6 +8,7 @@ from typing import Literal
 
 from peft_sel.errors import ConfigError
 from peft_sel.numerics import FAMILY_SCALES, PATTERNS, check_choice
+from peft_sel.untrusted import check_fields
 
 NORMALIZERS = ("folded", "fixed")
 SUMS = ("row_col_add", "lora")  # patterns without a logarithm part by part
@@ -42,6 +43,7 @@ class ScaleConfig:
     transform: Literal["exp"] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_choice("pattern", self.pattern, PATTERNS)
         for name in ("lr_mult", "lr_mult_end"):
             value = getattr(self, name)
@@ -150,8 +152,6 @@ def check_multiplier(multiplier: ScaleConfig | None, log_curvature: bool, normal
         ConfigError: If there is no m for a variant, or its pattern has no logarithm.
     """
     for field, chosen in (("log_curvature", log_curvature), ("normalize_by_inner_mult", normalize_by_inner_mult)):
-        if not isinstance(chosen, bool):
-            raise ConfigError(field, chosen, "must be True or False")
         if chosen and multiplier is None:
             raise ConfigError(field, chosen, "needs an inner_multiplier, which is None; give it a pattern")
     if log_curvature and multiplier is not None and multiplier.pattern in SUMS:

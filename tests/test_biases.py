@@ -15,10 +15,10 @@ from torch import nn
 from torch.func import functional_call
 
 from peft_sel import ScaleConfig, SELConfig, SELError, sel_param_groups
-from peft_sel.conversion import vector_config
 from peft_sel.experts import SELParameter
 from peft_sel.lora import save_as_lora
 from peft_sel.modules import SELModule, choose_layer_class
+from peft_sel.shapes import vector_config
 from peft_sel.training import collect_scale_means
 
 MODES = ["mismatch", "congruent", "oppose", "exp_only"]

@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from peft_sel import SELConfig, SELError, merge_checkpoint
-from peft_sel.conversion import to_matrix
 from peft_sel.modules import SELModule
 from peft_sel.numerics import effective_weight, expand_parts
+from peft_sel.shapes import to_matrix
 
 
 class ScaledEmbedding(nn.Embedding):

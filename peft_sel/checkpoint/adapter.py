@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from peft_sel.checkpoint.shards import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CheckpointReader, read_json
-from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, HOLDER_NAME, expected_shapes, vector_config
-from peft_sel.errors import CheckpointError, list_names
+from peft_sel.checkpoint.shards import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CheckpointReader
+from peft_sel.config import RAW_DTYPES, SELConfig
+from peft_sel.conversion import BIAS, HOLDER_NAME
+from peft_sel.errors import CheckpointError, list_names, show_value
+from peft_sel.shapes import expected_shapes, vector_config
+from peft_sel.untrusted import read_json
 
 KEY_PREFIX = "base_model.model."
 SEL_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.symexplin_(?P<part>[a-z_]+(\.[a-z_]+)?)")
@@ -76,9 +80,16 @@ class Adapter:
             )
         copies = (".base_layer.weight", *([".base_layer.bias"] if self.config.bias != "all" else []))
         if ".original_module." in path or path.endswith(copies):
-            self.base_copies[re.sub(r"\.(original_module|base_layer)\.", ".", path)] = key
+            group, name = self.base_copies, re.sub(r"\.(original_module|base_layer)\.", ".", path)
         else:
-            self.replacements[re.sub(r"\.(modules_to_save|base_layer)\.", ".", path)] = key
+            group, name = self.replacements, re.sub(r"\.(modules_to_save|base_layer)\.", ".", path)
+        # With bias="all" PEFT saves the bias of a saved module twice; the trained one is the module's own.
+        pair = sorted((key, group.get(name, key)), key=lambda member: ".modules_to_save." in member)
+        if name in group and ".modules_to_save." not in pair[1]:
+            raise CheckpointError(
+                self.folder / ADAPTER_FILE, f"holds {name} twice, as {pair[0]} and as {pair[1]}", "save it again"
+            )
+        group[name] = pair[1]
 
     def find_config(self, module: str) -> SELConfig:
         """Return the configuration of a key of modules, which for a converted bias differs from the adapter's."""
@@ -88,18 +99,21 @@ class Adapter:
         return vector_config(self.config) if is_bias else self.config
 
     def check_parts(self, module: str, shape: tuple[int, ...]) -> None:
-        """Check that the saved tensors of a module are those that the configuration asks for.
+        """Check that the saved tensors of a module are those that the configuration asks for, and beta a curvature.
 
         Args:
             module: Module path, a key of modules.
             shape: Shape of the base weight.
 
         Raises:
-            CheckpointError: If one is missing, not expected or of another shape.
+            CheckpointError: If one is missing, not expected, or of another shape or kind.
+            ConfigError: If the configuration asks for a rank that the weight cannot use.
         """
         parts = self.modules[module]
         file = self.folder / ADAPTER_FILE
         stacked = is_parameter(module) and len(shape) > 2
+        if "transposed" in parts and len(shape) - stacked != 2:
+            raise CheckpointError(file, f"holds {parts['transposed']} for a weight of shape {shape}", "save it again")
         expected = expected_shapes(self.config, shape, "transposed" in parts, stacked) if shape else {}
         for part, key in sorted(parts.items(), key=lambda item: item[0] != "raw"):  # raw shows best what is wrong
             found = self.reader.entries[key].shape
@@ -107,9 +121,29 @@ class Adapter:
                 raise CheckpointError(file, f"holds {key}, which its configuration does not mention", "save it again")
             if found != expected.get(part):
                 raise shape_error(self.folder, key, found, weight_key(module), shape)
+            dtype, wide = self.reader.entries[key].dtype, self.config.raw_dtype == "float64"
+            own = torch.float64 if wide and part != "beta" else torch.float32
+            if part != "transposed" and dtype != (RAW_DTYPES[self.config.raw_dtype] if part == "raw" else own):
+                raise CheckpointError(file, f"holds {key} as {dtype}, unlike any SEL adapter", "save it again")
         missing = sorted(expected.keys() - parts.keys())
         if missing:
             raise CheckpointError(file, f"lacks {list_names(missing)} of {module}", "save the adapter again")
+        self.check_beta(module)
+
+    def check_beta(self, module: str) -> None:
+        """Check that the saved curvature of a module is one.
+
+        Args:
+            module: Module path, a key of modules.
+
+        Raises:
+            CheckpointError: If it is missing, or not positive and finite.
+        """
+        key = self.modules[module].get("beta")
+        beta = None if key is None else self.reader.read(key)
+        if beta is None or not bool(((beta > 0) & torch.isfinite(beta)).all()):
+            found = "no beta" if beta is None else f"a beta that is not positive and finite ({key})"
+            raise CheckpointError(self.folder / ADAPTER_FILE, f"holds {found} for {module}", "save the adapter again")
 
     def read_parts(self, module: str) -> dict[str, Tensor]:
         """Return the tensors of a module by part."""
@@ -131,18 +165,19 @@ class Adapter:
 def _load_config(folder: Path) -> SELConfig:
     """Return the configuration of a SEL adapter folder."""
     path = folder / ADAPTER_CONFIG_FILE
-    if not path.is_file():
+    if not os.path.isfile(path):
         problem = f"holds no {ADAPTER_CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(folder, problem, "name the folder of a saved SEL adapter")
     kind = read_json(path).get("peft_type")
     if kind != "SYMEXPLIN":
-        raise CheckpointError(path, f"describes an adapter of type {kind!r}, not SYMEXPLIN", "use its own library")
+        problem = f"describes an adapter of type {show_value(kind)}, not SYMEXPLIN"
+        raise CheckpointError(path, problem, "use its own library")
     try:
         config: SELConfig = SELConfig.from_pretrained(str(folder))
         return config
     except CheckpointError:
         raise
-    except (TypeError, ValueError) as error:  # a SELError is a ValueError
+    except (TypeError, ValueError, AttributeError) as error:  # a SELError is a ValueError
         raise CheckpointError(path, f"cannot be used: {error}", "save the adapter again") from error
 
 

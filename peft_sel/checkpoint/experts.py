@@ -14,7 +14,7 @@ from peft_sel.checkpoint.shards import TensorEntry
 from peft_sel.errors import CheckpointError
 
 SPLIT_KEY = re.compile(
-    r"(?P<parent>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight"
+    r"(?P<parent>.+\.experts)\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight"
 )
 # Stacked parameter -> what its rows consist of, as Qwen and as Mixtral call it.
 PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,14 +24,15 @@ from peft_sel.checkpoint.shards import (
     CONFIG_FILE,
     MODEL_FILE,
     CheckpointReader,
-    read_json,
 )
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, invert_at_start, rebuild_weight, resolve_beta, to_matrix, vector_config
-from peft_sel.errors import SELError, list_names
+from peft_sel.conversion import BIAS, invert_at_start, rebuild_weight, resolve_beta
+from peft_sel.errors import SELError, list_names, make_line
 from peft_sel.numerics import compute_dtype, expand_parts
+from peft_sel.shapes import to_matrix, vector_config
 from peft_sel.structured import StructuredScale, transform_parts
 from peft_sel.targets import default_target_modules
+from peft_sel.untrusted import read_json
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Tables that are looked up, and output heads: targets only where someone asks for them.
@@ -103,20 +105,22 @@ def inspect_checkpoint(
         CheckpointError: If the folder or a file cannot be used.
     """
     path = Path(path)
-    is_model = (path / MODEL_FILE).is_file() or (path / f"{MODEL_FILE}.index.json").is_file()
+    is_model = any(os.path.isfile(path / name) for name in (MODEL_FILE, f"{MODEL_FILE}.index.json"))
     disable = None if progress else True
-    if (path / ADAPTER_CONFIG_FILE).is_file() and not is_model:
+    if os.path.isfile(path / ADAPTER_CONFIG_FILE) and not is_model:
         with Adapter(path) as adapter:
             modules = [_inspect_module(adapter, module) for module in tqdm(adapter.modules, "inspect", disable=disable)]
             return modules + [_describe(name, adapter.reader.read(key)) for name, key in adapter.replacements.items()]
     with CheckpointReader(path) as reader:
-        model_config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
+        model_config = read_json(path / CONFIG_FILE) if os.path.lexists(path / CONFIG_FILE) else {}
         config = config or SELConfig()
         is_target = _target_rule(config, str(model_config.get("model_type")))
         text_config = model_config.get("text_config") or model_config
+        width = text_config.get("hidden_size") if isinstance(text_config, dict) else None
+        width = width if type(width) is int and 0 < width < 2**31 else None
         targets = _list_targets(reader, is_target, config.target_parameters or [], config.bias == "sel_only")
         return [
-            _inspect_weight(read(), title, path, config, text_config.get("hidden_size"))
+            _inspect_weight(read(), title, path, config, width)
             for path, title, read in tqdm(targets, "inspect", disable=disable)
         ]
 
@@ -226,6 +230,7 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
     try:
         if shape and len(shape) <= (3 if stacked else 2):
             adapter.check_parts(module, shape)
+        adapter.check_beta(module)
         parts = adapter.read_parts(module)
         if "raw" in parts:
             report = _describe(module, parts["raw"])
@@ -241,8 +246,8 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
             report.residual_norm = float(torch.linalg.vector_norm(residual)) * abs(config.residual_scaling)
         if broken := [part for part, value in parts.items() if not bool(torch.isfinite(value).all())]:
             report.error = f"NaN or infinite values in {list_names(broken)}"
-    except (SELError, KeyError, RuntimeError) as error:
-        report.error = f"incomplete or inconsistent ({error})"
+    except (ValueError, KeyError, RuntimeError) as error:  # a SELError is a ValueError
+        report.error = f"incomplete or inconsistent ({make_line(str(error))})"
     return report
 
 

@@ -23,13 +23,15 @@ from peft_sel.checkpoint.shards import (
     CheckpointReader,
     TensorEntry,
     plan_shards,
-    read_json,
     write_index,
     write_shard,
     write_text,
 )
 from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
-from peft_sel.errors import ConfigError
+from peft_sel.errors import CheckpointError, ConfigError
+from peft_sel.untrusted import read_json
+
+MAX_SIDE_BYTES = 1 << 30  # of one file beside the weights, so that one with a hole does not fill the disk
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
             (out_dir / folder).mkdir()
             sources.extend((base_dir / folder).iterdir())
     for path in sources:
+        if not path.exists() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(path, "is a link to nothing, a pipe or a device", "remove it, or fetch it again")
         if path.is_file():
+            if path.stat().st_size > MAX_SIDE_BYTES:
+                problem = f"is larger than {MAX_SIDE_BYTES} bytes, and no file of weights"
+                raise CheckpointError(path, problem, "move it out of the folder")
             with open(path, "rb") as source, open(out_dir / path.relative_to(base_dir), "xb") as target:
                 shutil.copyfileobj(source, target)
 
@@ -69,7 +76,7 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
 def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:
     """Write config and weights of the output; return the bytes of the weights files."""
     config_path = plan.base.folder / CONFIG_FILE
-    if plan.config:
+    if config_path.exists():
         unchanged = plan.config == read_json(config_path)
         text = json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
         write_text(out_dir / CONFIG_FILE, config_path.read_text(encoding="utf-8") if unchanged else text)

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weight_key
 from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
-from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry, read_json
+from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
+from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
 from peft_sel.conversion import add_differences, rebuild_weight, wide_dtype
 from peft_sel.errors import BrokenMergeError, CheckpointError, list_names
+from peft_sel.untrusted import read_json
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _model_class(config: dict[str, Any]) -> type[PreTrainedModel] | None:
-    """Return the transformers class that a checkpoint was saved from, None if it is not one of transformers' own."""
-    names = config.get("architectures") or [None]
-    model_class = getattr(transformers, str(names[0]), None)
-    return model_class if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) else None
-
-
-def _ties_embeddings(config: dict[str, Any], path: Path) -> bool:
-    """Return whether the model ties its head to its embedding, by its configuration or by its type's default."""
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return False
-    try:
-        return bool(getattr(CONFIG_MAPPING[model_type].from_dict(config), "tie_word_embeddings", False))
-    except Exception as error:  # its checks raise many things
-        problem = f"is not a configuration that transformers accepts ({error})"
-        raise CheckpointError(path, problem, "fetch the checkpoint again") from error
 
 
 def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
@@ -90,10 +71,10 @@ class Plan:
         self.base, self.dtype = base, dtype
         self.checks = {adapter: BaseCheck(adapter, check_base) for adapter in adapters}
         path = base.folder / CONFIG_FILE
-        self.config = read_json(path) if path.is_file() else {}
+        self.config = read_json(path) if os.path.lexists(path) else {}
         if self.config.get("quantization_config"):
             raise CheckpointError(path, "the weights are quantized", "merge into an unquantized copy of the model")
-        model_class, self.ties = _model_class(self.config), _ties_embeddings(self.config, path)
+        model_class, self.ties = find_model_class(self.config), ties_embeddings(self.config, path)
         tied_keys = getattr(
             model_class, "_tied_weights_keys", None
         )  # such as lm_head.weight: model.embed_tokens.weight
@@ -134,8 +115,9 @@ class Plan:
         self.without_head |= any(len(key) < len(name) for name, key in keys.items())
         modules = {keys[name]: module for module, name in weights.items()}
         replaced = {keys[name]: saved for name, saved in adapter.replacements.items()}
-        self._check_tensors(adapter, modules, replaced)
-        self._check_copies(adapter, {keys[name]: saved for name, saved in adapter.base_copies.items()})
+        copies = {keys[name]: saved for name, saved in adapter.base_copies.items()}
+        self._check_tensors(adapter, modules, replaced, copies)
+        self._check_copies(adapter, copies)
         self._check_conflicts(adapter, modules.keys(), replaced.keys())
         self.replaced |= {key: (adapter, saved) for key, saved in replaced.items()}
         for key, module in modules.items():
@@ -164,9 +146,13 @@ class Plan:
         """Number of tensors of the output whose values come from an adapter."""
         return len((self.folded.keys() | self.replaced.keys()) - self.stacks.keys()) + len(self.members)
 
-    def _check_tensors(self, adapter: Adapter, modules: dict[str, str], replaced: dict[str, str]) -> None:
-        """Raise unless every tensor of an adapter fits its base tensor."""
-        if twice := sorted(modules.keys() & replaced.keys()):
+    def _check_tensors(
+        self, adapter: Adapter, modules: dict[str, str], replaced: dict[str, str], copies: dict[str, str]
+    ) -> None:
+        """Raise unless every tensor of an adapter fits its base tensor, and no other one of the adapter does."""
+        every = {*adapter.modules, *adapter.replacements.values(), *adapter.base_copies.values()}
+        hidden = every - {*modules.values(), *replaced.values(), *copies.values()}
+        if twice := sorted(hidden | (modules.keys() & replaced.keys())):
             raise CheckpointError(adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again")
         for key, module in modules.items():
             entry = self._base_entry(key)
@@ -179,10 +165,13 @@ class Plan:
             self._check_shape(adapter, key, saved)
 
     def _check_shape(self, adapter: Adapter, key: str, saved: str) -> None:
-        """Raise unless a tensor that an adapter saved has the shape of the base's."""
+        """Raise unless a tensor that an adapter saved has the shape of the base's, and a dtype that turns into its."""
         entry, found = self._base_entry(key), adapter.reader.entries[saved]
         if found.shape != entry.shape:
             raise shape_error(adapter.folder, saved, found.shape, key, entry.shape)
+        if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*WEIGHT_DTYPES}:
+            problem = f"{saved} is {found.dtype} and in the base {entry.dtype}"
+            raise CheckpointError(adapter.folder, problem, "save it again")
 
     def _check_copies(self, adapter: Adapter, copies: dict[str, str]) -> None:
         """Raise unless an adapter's copies of base tensors are what the base holds."""

@@ -20,13 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peft_sel.errors import CheckpointError, list_names
+from peft_sel.errors import CheckpointError, list_names, show_name, show_value
+from peft_sel.untrusted import find_pickles, parse_json, pickled_error, read_json
 
 MODEL_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CONFIG_FILE = "config.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# No model comes near these; larger ones would be slow to match or print, or overflow in torch.
+MAX_NAME = 1000
+MAX_DIMENSIONS = 16
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -90,7 +93,8 @@ class CheckpointReader:
 
     Raises:
         CheckpointError: If the folder is missing, holds no safetensors weights, a file is corrupt or truncated, or the
-            index is malformed, names a missing file or one outside the folder, or contradicts the files.
+            index is malformed, names a missing file or one outside the folder, or contradicts the files; also if a
+            name comes twice or cannot be printed, or a shape is beyond what torch can hold.
     """
 
     def __init__(self, folder: str | Path, weights_name: str = MODEL_FILE) -> None:
@@ -101,9 +105,9 @@ class CheckpointReader:
         single, index = self.folder / weights_name, self.folder / f"{weights_name}.index.json"
         weight_map: dict[str, str] = {}
         self.index_metadata: dict[str, Any] | None = None
-        if single.is_file():
+        if os.path.isfile(single):
             self.files: list[str] = [weights_name]
-        elif index.is_file():
+        elif os.path.isfile(index):
             weight_map, self.index_metadata = _read_index(index)
             self.files = sorted(set(weight_map.values()))
         else:
@@ -116,7 +120,9 @@ class CheckpointReader:
             for name, file in weight_map.items():
                 if name not in self.entries or self.entries[name].file != file:
                     raise CheckpointError(
-                        index, f"says that {name} is in {file}, which does not hold it", "fetch the checkpoint again"
+                        index,
+                        f"says that {show_name(name)} is in {file}, which does not hold it",
+                        "fetch the checkpoint again",
                     )
         except BaseException:
             self.close()
@@ -128,19 +134,14 @@ class CheckpointReader:
         header = _read_header(self.folder / file)
         self.metadata[file] = header.pop("__metadata__", {})
         for name, place in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            entry = _make_entry(self.folder, name, place, file)
             if name in self.entries:
                 raise CheckpointError(
                     self.folder,
                     f"tensor {name} is in both {self.entries[name].file} and {file}",
                     "remove the file that does not belong, or fetch the checkpoint again",
                 )
-            if place["dtype"] not in DTYPES:
-                raise CheckpointError(
-                    self.folder / file,
-                    f"tensor {name} has the dtype {place['dtype']}, which is not supported",
-                    f"convert it to one of {', '.join(DTYPES)}",
-                )
-            self.entries[name] = TensorEntry(name, tuple(place["shape"]), DTYPES[place["dtype"]], file)
+            self.entries[name] = entry
 
     def _use(self, file: str) -> Any:
         """Return the open handle of a file, closing the one before."""
@@ -149,7 +150,7 @@ class CheckpointReader:
             path = self.folder / file
             try:
                 self._handle = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, MemoryError) as error:  # the last where address space is limited
                 raise CheckpointError(
                     path, f"is missing, corrupt or truncated ({error})", "fetch or save the checkpoint again"
                 ) from error
@@ -167,7 +168,7 @@ class CheckpointReader:
             The tensor, mapped from the file: do not write into it.
 
         Raises:
-            CheckpointError: If the file changed or broke since the checkpoint was opened.
+            CheckpointError: If the file broke, or was exchanged, since the checkpoint was opened.
         """
         entry = self.entries[name]
         handle = self._use(entry.file)
@@ -176,6 +177,10 @@ class CheckpointReader:
         except (SafetensorError, OSError) as error:
             path = self.folder / entry.file
             raise CheckpointError(path, f"tensor {name} cannot be read ({error})", "fetch it again") from error
+        if (tuple(tensor.shape), tensor.dtype) != (entry.shape[0 if index is None else 1 :], entry.dtype):
+            raise CheckpointError(
+                self.folder / entry.file, f"tensor {name} is not what it was a moment ago", "start again"
+            )
         self.bytes_read += tensor.numel() * entry.dtype.itemsize
         return tensor
 
@@ -198,30 +203,32 @@ class CheckpointReader:
 
 def _read_header(path: Path) -> dict[str, Any]:
     """Return the JSON header of a file that the library accepts (which itself forgets the order of metadata)."""
-    with open(path, "rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return header
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a checkpoint.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The object.
-
-    Raises:
-        CheckpointError: If the file is missing or is not a JSON object.
-    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"is not readable JSON ({error})", "fetch or save it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(path, f"holds a {type(content).__name__}, not a JSON object", "fetch or save it again")
-    return content
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return parse_json(file.read(min(length, os.path.getsize(path))))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path, f"has a broken header ({error})", "fetch or save the checkpoint again") from error
+
+
+def _make_entry(folder: Path, name: str, place: dict[str, Any], file: str) -> TensorEntry:
+    """Return what a file's header says about a tensor, after checking that torch can hold it and a line its name."""
+    path, shape = folder / file, tuple(place["shape"])
+    if len(name) > MAX_NAME or not name.isprintable():
+        problem = f"holds a tensor called {show_value(name)}, which is too long or cannot be printed"
+        raise CheckpointError(path, problem, "fetch the checkpoint from a source you trust")
+    if place["dtype"] not in DTYPES:
+        raise CheckpointError(
+            path,
+            f"tensor {name} has the dtype {place['dtype']}, which is not supported",
+            f"convert it to one of {', '.join(DTYPES)}",
+        )
+    dtype = DTYPES[place["dtype"]]
+    # An empty tensor may claim any length along its other dimensions: the library takes it, torch overflows.
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
+        problem = f"tensor {name} has the shape {show_value(shape)}, which no tensor can have"
+        raise CheckpointError(path, problem, "fetch the checkpoint from a source you trust")
+    return TensorEntry(name, shape, dtype, file)
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -231,13 +238,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CheckpointError(path, "has no weight_map that says which tensor is in which file", "fetch it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\:]+\.safetensors", file) or not file.isprintable():
             raise CheckpointError(
                 path,
-                f"puts tensor {name} into {file!r}, which is not the name of a .safetensors file in this folder",
+                f"puts tensor {show_name(name)} into {show_value(file)}, which is not the name of a .safetensors file "
+                "in this folder",
                 "an index may name only files beside it: correct it, or fetch the checkpoint from a source you trust",
             )
-    missing = sorted(file for file in set(weight_map.values()) if not (path.parent / file).is_file())
+    missing = sorted(file for file in set(weight_map.values()) if not os.path.isfile(path.parent / file))
     if missing:
         raise CheckpointError(path, f"names files that are not there: {list_names(missing)}", "fetch the missing files")
     return weight_map, metadata
@@ -245,19 +253,17 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 def _nothing_to_read(folder: Path, weights_name: str) -> CheckpointError:
     """Return the error for a folder without the weights that were asked for."""
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return CheckpointError(folder, "there is no such folder", "name a local folder that holds " + weights_name)
-    if not folder.is_dir():
-        return CheckpointError(folder, "is a file, not a folder", "name the folder that holds " + weights_name)
-    if weights_name == MODEL_FILE and (folder / ADAPTER_CONFIG_FILE).is_file():
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        problem = "is a file, not a folder" if isinstance(error, NotADirectoryError) else f"cannot be read ({error})"
+        return CheckpointError(folder, problem, "name the folder that holds " + weights_name)
+    if weights_name == MODEL_FILE and ADAPTER_CONFIG_FILE in names:
         return CheckpointError(folder, "is an adapter, not a model checkpoint", "name the folder of the base model")
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickled:
-        return CheckpointError(
-            folder,
-            f"holds only pickled weights ({list_names(pickled)}), which can run code when loaded and are never opened",
-            "if you trust them, load them once with the library that wrote them and save_pretrained() as safetensors",
-        )
+    if pickled := find_pickles(names):
+        return pickled_error(folder, pickled)
     return CheckpointError(
         folder,
         f"holds neither {weights_name} nor {weights_name}.index.json",
