@@ -77,7 +77,7 @@ def test_a_small_rank_may_exceed_a_smaller_weight() -> None:
 
 
 def test_a_rank_that_the_weight_cannot_use() -> None:
-    with pytest.raises(ConfigError, match=r"layer\.weight is 4 x 3, where a rank above 64"):
-        _convert_linear(r=65)
-    with pytest.raises(ConfigError, match=r"exp_scale\.rank=65: layer\.weight"):
-        _convert_linear(exp_scale=ScaleConfig("lora", rank=65))
+    with pytest.raises(ConfigError, match=r"layer\.weight is 4 x 3, where a rank above 1024"):
+        _convert_linear(r=1025)
+    with pytest.raises(ConfigError, match=r"exp_scale\.rank=1025: layer\.weight"):
+        _convert_linear(exp_scale=ScaleConfig("lora", rank=1025))

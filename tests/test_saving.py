@@ -237,8 +237,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "do not belong together: adapter_model-00002-of",
     ),
     "shard cut": (lambda f: cut(next(f.glob("*-00003-of-*"))), "adapter_model-00003-of-.* is truncated or corrupt"),
-    "index missing": (lambda f: (f / INDEX).unlink(), "index.json: is not a readable index"),
-    "index cut": (lambda f: cut(f / INDEX), "index.json: is not a readable index"),
+    "index missing": (lambda f: (f / INDEX).unlink(), "index.json: is not readable JSON"),
+    "index cut": (lambda f: cut(f / INDEX), "index.json: is not readable JSON"),
     "index leads out": (
         lambda f: (f / INDEX).write_text(
             (f / INDEX).read_text().replace("adapter_model-00002", "../adapter_model-00002")
@@ -246,7 +246,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "do not belong together",
     ),
     "no shard": (lambda f: [p.unlink() for p in f.glob("*.safetensors")] and None, "do not belong together"),
-    "index of a list": (lambda f: (f / INDEX).write_text('{"weight_map": [1]}') and None, "is not a readable index"),
+    "index of a list": (lambda f: (f / INDEX).write_text('{"weight_map": [1]}') and None, "has no weight_map"),
 }
 
 
