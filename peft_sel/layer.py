@@ -103,8 +103,9 @@ class SELLayer(BaseWeightLayer):
 
     def scales(self, adapter: str) -> dict[str, StructuredScale]:
         """Return the structured scales of an adapter by name."""
-        containers = {name: getattr(self, PREFIX + name) for name in SCALE_NAMES}
-        return {name: scales[adapter] for name, scales in containers.items() if adapter in scales}
+        modules: Any = vars(self)["_modules"]  # past torch's own look-ups, which cost more than they find on every pass
+        found = {name: modules[PREFIX + name]._modules.get(adapter) for name in SCALE_NAMES}
+        return {name: scale for name, scale in found.items() if scale is not None}
 
     def _choose_beta(self, config: SELConfig, weight: Tensor, hidden_size: int | None) -> Tensor:
         """Return the curvature of a weight, 0-d."""
@@ -234,13 +235,14 @@ class SELLayer(BaseWeightLayer):
         """Return what kernels.fold takes, with raw in the base layer's layout; dtype None is the base layer's."""
         config, scales = self.sel_config[adapter], self.scales(adapter)
         raw, table = self._get_raw(adapter)
+        beta: Tensor = self.symexplin_beta[adapter]
         patterns = tuple((name, scale.pattern) for name, scale in scales.items())
         spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
-        parts: Scales = {name: scale.parts(self.symexplin_beta[adapter]) for name, scale in scales.items()}
+        parts: Scales = {name: scale.parts(beta) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
         if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
             raise OffloadedError(self.module_name, f"adapter {adapter!r}")
-        return spec, raw, self.symexplin_beta[adapter], parts, residual, table
+        return spec, raw, beta, parts, residual, table
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the effective weight of an adapter (Eq. 3-7 plus the residual), differentiably.

@@ -9,6 +9,7 @@ import os
 import types
 import typing
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -124,7 +125,8 @@ def check_fields(settings: Any) -> None:
     """Raise unless each field of a dataclass holds a value of the type that it is annotated with.
 
     Integers must fit into 64 bits, texts into MAX_TEXT characters; any collection stands for a list, and a dictionary
-    for a dataclass that is still to be made.
+    for a dataclass that is still to be made. Numbers and collections of other libraries become Python's own, which can
+    be saved as JSON. Fields whose annotation is of another kind than this package's are left alone.
 
     Args:
         settings: An instance of a dataclass.
@@ -135,9 +137,13 @@ def check_fields(settings: Any) -> None:
     hints = _get_hints(settings.__class__)
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
-        if not _fits(value, hint):
+        try:
+            normalized = _normalize(value, hint)
+        except ValueError as error:
             expected = "True or False" if hint is bool else f"{field.type}, in 64 bits and {MAX_TEXT} characters"
-            raise ConfigError(field.name, value, f"must be {expected}")
+            raise ConfigError(field.name, value, f"must be {expected}") from error
+        if normalized is not value:
+            setattr(settings, field.name, normalized)
 
 
 @cache
@@ -145,29 +151,45 @@ def _get_hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type."""
+def _normalize(value: Any, hint: Any) -> Any:
+    """Return a value of an annotated type as Python's own; raise ValueError if it is none."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, choice) for choice in arguments)
-    if origin is Literal:
-        return isinstance(value, type(arguments[0]))  # which one is checked where it can be told better
+        for choice in arguments:
+            with suppress(ValueError):
+                return _normalize(value, choice)
+        raise ValueError
     if origin is list:
-        is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | dict)
-        return is_list and all(_fits(member, arguments[0]) for member in value)
+        if not isinstance(value, Collection) or isinstance(value, str | bytes | dict):
+            raise ValueError
+        members = [_normalize(member, arguments[0]) for member in value]
+        same = all(new is old for new, old in zip(members, value, strict=True))
+        return value if same and isinstance(value, list | tuple | set) else members
     if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(member, kind) for pair in value.items() for member, kind in zip(pair, arguments, strict=True)
-        )
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return isinstance(value, Real) and _is_representable(value)
-    if hint is int:
-        return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
+        if not isinstance(value, dict):
+            raise ValueError
+        pairs = {_normalize(key, arguments[0]): _normalize(member, arguments[1]) for key, member in value.items()}
+        return value if all(value[key] is member for key, member in pairs.items()) else pairs
+    if hint is float or hint is int:
+        return _normalize_number(value, hint)
     if isinstance(value, dict) and dataclasses.is_dataclass(hint):
-        return True
-    return isinstance(value, hint) and not (isinstance(value, str) and len(value) > MAX_TEXT)
+        return value
+    kind = type(arguments[0]) if origin is Literal else hint  # which one is checked where it can be told better
+    if isinstance(kind, type) and kind is not Any and not typing.get_args(kind):
+        is_bool_for_another = isinstance(value, bool) and kind is not bool
+        if not isinstance(value, kind) or is_bool_for_another or (isinstance(value, str) and len(value) > MAX_TEXT):
+            raise ValueError
+    return value
+
+
+def _normalize_number(value: Any, kind: Any) -> Any:
+    accepted: Any = Integral if kind is int else Real
+    if isinstance(value, bool) or not isinstance(value, accepted) or not _is_representable(value):
+        raise ValueError
+    number = value if type(value) in (int, float) else kind(value)
+    if kind is int and not -(2**63) <= number < 2**63:
+        raise ValueError
+    return number
 
 
 def _is_representable(value: Any) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from models import sel_layers
 from peft import get_peft_model
@@ -11,6 +15,30 @@ from torch import nn
 
 from peft_sel import ScaleConfig, SELConfig
 from peft_sel.errors import ConfigError
+
+
+def test_numbers_and_collections_of_other_libraries_become_pythons_own(tmp_path: Path) -> None:
+    config = SELConfig(
+        r=np.int64(2),
+        beta=np.float32(2.5),
+        layers_to_transform=np.array([0, 1]),
+        target_modules={"q_proj": None}.keys(),
+        exp_scale=ScaleConfig(lr_mult=np.float32(3.0)),
+    )
+    config.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["layers_to_transform"] == [0, 1]
+    assert (config.r, config.beta, config.layers_to_transform, config.exp_scale.lr_mult) == (2, 2.5, [0, 1], 3.0)
+    assert config.target_modules == {"q_proj"} and type(config.r) is int
+
+
+def test_annotations_of_later_peft_versions_are_left_alone() -> None:
+    @dataclass
+    class Later(SELConfig):
+        anything: Any = None
+        pair: tuple[int, int] = (1, 2)
+        names: set[str] | None = None
+
+    assert Later(anything=[1], pair=(3, 4), names={"a"}).pair == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +91,7 @@ def test_fields_of_a_wrong_type_are_named(field: str, value: Any) -> None:
 
 def test_collections_and_whole_numbers_pass_where_they_did() -> None:
     config = SELConfig(target_modules=("q", "v"), beta=2, residual_alpha=4, layers_to_transform=range(2))
-    assert (config.beta, config.target_modules, config.layers_to_transform) == (2, ("q", "v"), range(2))
+    assert (config.beta, config.target_modules, config.layers_to_transform) == (2, ("q", "v"), [0, 1])
     assert ScaleConfig("row", init=1).init == 1
 
 

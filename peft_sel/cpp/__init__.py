@@ -44,16 +44,15 @@ def load_library() -> Any:
 
 
 def _load() -> ctypes.CDLL:
-    folder = _find_cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # what is loaded may be deleted
-            return ctypes.CDLL(str(_build(Path(scratch))))
-    library = _build(folder)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # half of a file, after a power failure
-        library.unlink()
-        return ctypes.CDLL(str(_build(folder)))
+    if (folder := _find_cache_folder()) is not None:
+        for _ in range(2):
+            library = _build(folder)
+            try:
+                return ctypes.CDLL(str(library))
+            except OSError:  # half of a file, after a power failure; or nothing may be executed from this folder
+                library.unlink()
+    with tempfile.TemporaryDirectory() as scratch:  # what is loaded may be deleted
+        return ctypes.CDLL(str(_build(Path(scratch))))
 
 
 def _find_cache_folder() -> Path | None:

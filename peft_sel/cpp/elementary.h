@@ -1,6 +1,7 @@
-// expm1, exp and bfloat16, with the bits of numerics/elementary.py and of torch.
+// expm1, exp and the other types of floats, with the bits of numerics/elementary.py and of torch.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -63,6 +64,39 @@ inline uint16_t round_to_bfloat16(float value) {
     const uint32_t bits = to_bits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
+}
+
+enum Type { FLOAT32, BFLOAT16, FLOAT16 };
+
+void load(const void* values, int64_t type, int64_t first, int width, float* __restrict out) {
+    if (type == FLOAT32) {
+        const float* from = static_cast<const float*>(values) + first;
+        std::copy(from, from + width, out);
+    } else if (type == BFLOAT16) {
+        const uint16_t* from = static_cast<const uint16_t*>(values) + first;
+        for (int j = 0; j < width; ++j) out[j] = widen_bfloat16(from[j]);
+    }
+#ifdef __FLT16_MAX__
+    if (type == FLOAT16) {
+        const _Float16* from = static_cast<const _Float16*>(values) + first;
+        for (int j = 0; j < width; ++j) out[j] = static_cast<float>(from[j]);
+    }
+#endif
+}
+
+void store(const float* values, int64_t type, int64_t first, int width, void* __restrict out) {
+    if (type == FLOAT32) {
+        std::copy(values, values + width, static_cast<float*>(out) + first);
+    } else if (type == BFLOAT16) {
+        uint16_t* to = static_cast<uint16_t*>(out) + first;
+        for (int j = 0; j < width; ++j) to[j] = round_to_bfloat16(values[j]);
+    }
+#ifdef __FLT16_MAX__
+    if (type == FLOAT16) {
+        _Float16* to = static_cast<_Float16*>(out) + first;
+        for (int j = 0; j < width; ++j) to[j] = static_cast<_Float16>(values[j]);
+    }
+#endif
 }
 
 }  // namespace

@@ -35,28 +35,39 @@ inline float add_up(const float* lanes) {
     else return add_up<WIDTH / 2>(halves);
 }
 
-// Adds to out what RANKS columns of B and rows of A give to a row of B @ A.
-template <int RANKS>
-void add_ranks(const float* a, int64_t columns, const float* b, int width, float* out) {
-    Lanes factors[RANKS];
-    for (int k = 0; k < RANKS; ++k) factors[k] = b[k] - Lanes{};
+// Adds to ROWS rows of out what RANKS columns of B and rows of A give to as many rows of B @ A.
+template <int ROWS, int RANKS>
+void add_ranks(const float* a, int64_t columns, const float* b, int64_t rank, int width, float (*out)[TILE]) {
+    Lanes factors[ROWS][RANKS];  // in registers
+    for (int i = 0; i < ROWS; ++i) {
+        for (int k = 0; k < RANKS; ++k) factors[i][k] = b[i * rank + k] - Lanes{};
+    }
     int j = 0;
     for (; j + LANES <= width; j += LANES) {
-        Lanes sum = load_lanes(out + j);
-        for (int k = 0; k < RANKS; ++k) sum += load_lanes(a + k * columns + j) * factors[k];
-        std::memcpy(out + j, &sum, sizeof sum);
+        Lanes values[RANKS];
+        for (int k = 0; k < RANKS; ++k) values[k] = load_lanes(a + k * columns + j);
+        for (int i = 0; i < ROWS; ++i) {
+            Lanes sum = load_lanes(out[i] + j);
+            for (int k = 0; k < RANKS; ++k) sum += values[k] * factors[i][k];
+            std::memcpy(out[i] + j, &sum, sizeof sum);
+        }
     }
     for (; j < width; ++j) {
-        for (int k = 0; k < RANKS; ++k) out[j] += a[k * columns + j] * b[k];
+        for (int i = 0; i < ROWS; ++i) {
+            for (int k = 0; k < RANKS; ++k) out[i][j] += a[k * columns + j] * b[i * rank + k];
+        }
     }
 }
 
-// Fills out with a row of B @ A.
-void multiply_residual(const float* a, int64_t columns, const float* b, int64_t rank, int width, float* out) {
-    std::fill(out, out + width, 0.0f);
+// Fills ROWS rows of out with those of B @ A. Not inlined, like the others that are called from outside: the caller's
+// rules of rounding would hold there.
+template <int ROWS>
+__attribute__((noinline)) void multiply_residual(const float* a, int64_t columns, const float* b, int64_t rank,
+                                                 int width, float (*out)[TILE]) {
+    for (int i = 0; i < ROWS; ++i) std::fill(out[i], out[i] + width, 0.0f);
     int64_t k = 0;
-    for (; k + 8 <= rank; k += 8) add_ranks<8>(a + k * columns, columns, b + k, width, out);
-    for (; k < rank; ++k) add_ranks<1>(a + k * columns, columns, b + k, width, out);
+    for (; k + 4 <= rank; k += 4) add_ranks<ROWS, 4>(a + k * columns, columns, b + k, rank, width, out);
+    for (; k < rank; ++k) add_ranks<ROWS, 1>(a + k * columns, columns, b + k, rank, width, out);
 }
 
 // Adds what ROWS rows of a gradient give to RANKS rows of A's gradient and to as many columns of B's.
@@ -99,8 +110,9 @@ void pull_back_ranks(const float (*grads)[TILE], const float* a, int64_t columns
 }
 
 template <int ROWS>
-void pull_back_residual(const float (*grads)[TILE], const float* a, int64_t columns, const float* b, int64_t rank,
-                        int width, float* a_sums, double* b_sums, int64_t b_stride) {
+__attribute__((noinline)) void pull_back_residual(const float (*grads)[TILE], const float* a, int64_t columns,
+                                                  const float* b, int64_t rank, int width, float* a_sums,
+                                                  double* b_sums, int64_t b_stride) {
     int64_t k = 0;
     for (; k + 2 <= rank; k += 2) {
         pull_back_ranks<ROWS, 2>(grads, a + k * columns, columns, b + k, rank, width, a_sums + k * columns, b_sums + k,

@@ -17,7 +17,6 @@ namespace {
 constexpr int NUM_SCALES = 5;   // in the order of numerics.SCALE_NAMES
 enum ScaleName { EXP, LINEAR, INNER, OFFSET, SHIFT };
 enum Pattern { ABSENT, GLOBAL, ROW, COLUMN, ROW_COL_MULT, ROW_COL_ADD };
-enum Type { FLOAT32, BFLOAT16, FLOAT16 };
 
 }  // namespace
 
@@ -59,37 +58,6 @@ struct Gradients {
 }  // extern "C"
 
 namespace {
-
-void load(const void* values, int64_t type, int64_t first, int width, float* __restrict out) {
-    if (type == FLOAT32) {
-        const float* from = static_cast<const float*>(values) + first;
-        std::copy(from, from + width, out);
-    } else if (type == BFLOAT16) {
-        const uint16_t* from = static_cast<const uint16_t*>(values) + first;
-        for (int j = 0; j < width; ++j) out[j] = widen_bfloat16(from[j]);
-    }
-#ifdef __FLT16_MAX__
-    if (type == FLOAT16) {
-        const _Float16* from = static_cast<const _Float16*>(values) + first;
-        for (int j = 0; j < width; ++j) out[j] = static_cast<float>(from[j]);
-    }
-#endif
-}
-
-void store(const float* values, int64_t type, int64_t first, int width, void* __restrict out) {
-    if (type == FLOAT32) {
-        std::copy(values, values + width, static_cast<float*>(out) + first);
-    } else if (type == BFLOAT16) {
-        uint16_t* to = static_cast<uint16_t*>(out) + first;
-        for (int j = 0; j < width; ++j) to[j] = round_to_bfloat16(values[j]);
-    }
-#ifdef __FLT16_MAX__
-    if (type == FLOAT16) {
-        _Float16* to = static_cast<_Float16*>(out) + first;
-        for (int j = 0; j < width; ++j) to[j] = static_cast<_Float16>(values[j]);
-    }
-#endif
-}
 
 // One row of a tile: the scales and what follows from them, expanded.
 struct Line {
@@ -209,8 +177,8 @@ float add_gradients(const Weight& weight, const Line& line, const float* column,
 }
 
 template <int NAME>
-double pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width,
-                       const Line& line, float* column_sums) {
+__attribute__((noinline)) double pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, int64_t start,
+                                                 int width, const Line& line, float* column_sums) {
     const Scale& scale = weight.scales[NAME];
     const bool is_product = scale.pattern == ROW_COL_MULT;
     const float* column = is_product ? scale.column + start : ones.values;
@@ -223,19 +191,35 @@ double pull_back_scale(const Weight& weight, const Gradients& out, int64_t i, in
 
 #pragma GCC pop_options
 
-// Stores the effective weights of an evaluated line.
-void store_line(const Weight& weight, int64_t i, int64_t start, int width, const Line& line, void* out, int64_t type) {
+// The residual of ROWS rows of a tile; null where there is none.
+template <int ROWS>
+const float (*multiply_rows(const Weight& weight, int64_t i, int64_t start, int width, float (*delta)[TILE]))[TILE] {
+    if (weight.rank == 0) return nullptr;
+    const float* b = weight.b + i * weight.rank;
+    multiply_residual<ROWS>(weight.a + start, weight.columns, b, weight.rank, width, delta);
+    return delta;
+}
+
+// Stores the effective weights of an evaluated line, with a line of the residual, if not null.
+void store_line(const Weight& weight, int64_t i, int64_t start, int width, const Line& line, const float* delta,
+                void* out, int64_t type) {
     alignas(64) float value[TILE];
     for (int j = 0; j < width; ++j) {
-        value[j] = line.sign[j] * (weight.normalize ? line.inside[j] / line.scale[INNER][j] : line.inside[j]);
+        const float inside = weight.normalize ? line.inside[j] / line.scale[INNER][j] : line.inside[j];
+        const float bare = line.sign[j] * inside;
+        value[j] = !delta || delta[j] == 0 ? bare : bare + delta[j];  // keeps -0.0
     }
-    const int64_t first = i * weight.columns + start;
-    if (weight.rank > 0) {
-        alignas(64) float delta[TILE];
-        multiply_residual(weight.a + start, weight.columns, weight.b + i * weight.rank, weight.rank, width, delta);
-        for (int j = 0; j < width; ++j) value[j] = delta[j] == 0 ? value[j] : value[j] + delta[j];  // keeps -0.0
+    store(value, type, i * weight.columns + start, width, out);
+}
+
+template <int ROWS>
+void fold_rows(const Weight& weight, int64_t i, int64_t start, int width, Line& line, void* out, int64_t type) {
+    alignas(64) float room[ROWS][TILE];
+    const auto delta = multiply_rows<ROWS>(weight, i, start, width, room);
+    for (int row = 0; row < ROWS; ++row) {
+        evaluate(weight, i + row, start, width, line);
+        store_line(weight, i + row, start, width, line, delta ? delta[row] : nullptr, out, type);
     }
-    store(value, type, first, width, out);
 }
 
 // The sums of one chunk of rows.
@@ -257,11 +241,11 @@ Sums plan(const Weight& weight, const Gradients& out) {
     return sums;
 }
 
-void pull_back_line(const Weight& weight, const Gradients& out, const float* grad, int64_t i, int64_t start, int width,
-                    Line& line, Sums& sums, double* row_sums) {
+void pull_back_line(const Weight& weight, const Gradients& out, const float* grad, const float* delta, int64_t i,
+                    int64_t start, int width, Line& line, Sums& sums, double* row_sums) {
     const int64_t first = i * weight.columns + start;
     evaluate(weight, i, start, width, line);
-    if (out.weight) store_line(weight, i, start, width, line, out.weight, out.weight_type);
+    if (out.weight) store_line(weight, i, start, width, line, delta, out.weight, out.weight_type);
     std::copy(grad, grad + width, line.grad);
     if (weight.normalize) {
         for (int j = 0; j < width; ++j) line.grad[j] = line.grad[j] / line.scale[INNER][j];
@@ -288,11 +272,13 @@ void pull_back_line(const Weight& weight, const Gradients& out, const float* gra
 template <int ROWS>
 void pull_back_rows(const Weight& weight, const Gradients& out, int64_t i, int64_t start, int width, Line& line,
                     Sums& sums) {
-    alignas(64) float grads[ROWS][TILE];
+    alignas(64) float grads[ROWS][TILE], room[ROWS][TILE];
+    const auto delta = out.weight ? multiply_rows<ROWS>(weight, i, start, width, room) : nullptr;
     double* const row_sums = sums.rows.data() + i % out.chunk_rows * sums.row_stride;
     for (int row = 0; row < ROWS; ++row) {
         load(out.grad, out.grad_type, (i + row) * weight.columns + start, width, grads[row]);
-        pull_back_line(weight, out, grads[row], i + row, start, width, line, sums, row_sums + row * sums.row_stride);
+        pull_back_line(weight, out, grads[row], delta ? delta[row] : nullptr, i + row, start, width, line, sums,
+                       row_sums + row * sums.row_stride);
     }
     if (out.a_grad) {
         float* a_sums = sums.columns + sums.residual * weight.columns + start;
@@ -307,16 +293,19 @@ void pull_back_rows(const Weight& weight, const Gradients& out, int64_t i, int64
 extern "C" {
 
 void sel_fold(const Weight* weight, void* out, int64_t type) {
-    const int64_t tile = choose_tile(weight->columns);
+    const int64_t rows = weight->rows, tile = choose_tile(weight->columns);
 #pragma omp parallel num_threads(weight->num_threads)
     {
         Line line;
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < weight->rows; ++i) {
+        for (int64_t first = 0; first < rows; first += 4) {
             for (int64_t start = 0; start < weight->columns; start += tile) {
                 const int width = static_cast<int>(std::min(tile, weight->columns - start));
-                evaluate(*weight, i, start, width, line);
-                store_line(*weight, i, start, width, line, out, type);
+                if (first + 4 <= rows) {
+                    fold_rows<4>(*weight, first, start, width, line, out, type);
+                } else {
+                    for (int64_t i = first; i < rows; ++i) fold_rows<1>(*weight, i, start, width, line, out, type);
+                }
             }
         }
     }

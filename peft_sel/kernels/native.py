@@ -12,10 +12,13 @@ from torch import Tensor
 
 from peft_sel.cpp import load_library
 from peft_sel.kernels.formulas import Residual, Scales, WeightSpec, is_plain
+from peft_sel.kernels.reference import pull_back_residual
 from peft_sel.numerics import MODES, SCALE_NAMES
 
 MIN_PARALLEL_ELEMENTS = 1 << 15
-CHUNK_ROWS, MAX_CHUNKS = 64, 256  # rows of a float32 sum over rows; more of them where there would be too many sums
+# Rows of a float32 sum over rows, at least; and of the weight's size, the part that all those sums may take.
+CHUNK_ROWS, MAX_CHUNKS, SUMS_SHARE = 64, 256, 4
+MAX_RANK = 32  # of a residual whose gradients transform.cpp forms; above, matrix products do
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PATTERNS = {"global": 1, "row": 2, "column": 3, "row_col_mult": 4, "row_col_add": 5}
@@ -112,8 +115,7 @@ def pull_back(
         raw_grad, grads, residual_grads = pull_back(_swap_patterns(spec), grad.T, raw.T, beta, *swapped)
         return None if raw_grad is None else raw_grad.T, _swap_parts(grads), _swap_residual(residual_grads)
     inputs = _Inputs(spec, raw, beta, scales, residual)
-    rows, columns, rank = inputs.weight.rows, inputs.weight.columns, inputs.weight.rank
-
+    rows, columns = raw.shape
     known = grad.dtype in TYPES and (grad.dtype != torch.float16 or load_library().sel_has_float16())
     if not known or grad.shape != raw.shape or not grad.is_contiguous():
         grad = grad.to(grad.dtype if known else torch.float32).expand(raw.shape).contiguous()
@@ -122,6 +124,8 @@ def pull_back(
     gradients.raw = None if raw_grad is None else raw_grad.data_ptr()
     trained = [(name, part) for name, _ in spec.patterns if name in names for part in scales[name]]
     lengths = [columns if part == "column" else rows for _, part in trained]
+    rank = inputs.weight.rank if inputs.weight.rank <= MAX_RANK else 0
+    # One buffer, whose parts are the gradients: a tensor for each would cost as much as a small weight's pass.
     totals = torch.empty(sum(lengths) + rank * (rows + columns), dtype=torch.float32, device=raw.device)
     address = totals.data_ptr()
     for (name, part), length in zip(trained, lengths, strict=True):
@@ -132,8 +136,8 @@ def pull_back(
         gradients.a_grad, gradients.b_grad = address, address + rank * columns * totals.itemsize
     if weight is not None:
         gradients.weight, gradients.weight_type = weight.data_ptr(), TYPES[spec.dtype]
-    gradients.chunk_rows = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS))
     num_sums = rank + sum(part == "column" for _, part in trained)
+    gradients.chunk_rows = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS), SUMS_SHARE * num_sums)
     column_sums = torch.empty(
         -(-rows // gradients.chunk_rows) * num_sums * columns, dtype=torch.float32, device=raw.device
     )
@@ -144,7 +148,11 @@ def pull_back(
     for (name, part), total in zip(trained, sums, strict=True):
         total = total.sum(0, keepdim=True, dtype=torch.float64) if part == "value" else total
         scale_grads.setdefault(name, {})[part] = total
-    return raw_grad, scale_grads, None if residual is None else (a_grad.view(rank, columns), b_grad.view(rows, rank))
+    if residual is None:
+        return raw_grad, scale_grads, None
+    if rank == 0:
+        return raw_grad, scale_grads, pull_back_residual(grad, residual)
+    return raw_grad, scale_grads, (a_grad.view(rank, columns), b_grad.view(rows, rank))
 
 
 class _Inputs:
