@@ -99,6 +99,23 @@ def test_an_error_leaves_everything_as_it_was(tmp_path: Path, error: BaseExcepti
     assert not overwrite or names(out.parent) == ["out"]
 
 
+@pytest.mark.parametrize("name", ["in the folder", "as bytes", "elsewhere", "a sibling", "none"])
+def test_an_error_of_the_writer_is_ours_only_if_it_is_about_the_folder(tmp_path: Path, name: str) -> None:
+    raised: list[OSError] = []
+
+    def write(folder: Path) -> None:
+        file = {"elsewhere": tmp_path / "x", "a sibling": folder.with_name(f"{folder.name}-x"), "none": None}
+        path = file.get(name, folder / "x")
+        raised.append(OSError(errno.EACCES, "Permission denied", os.fsencode(path) if "bytes" in name else path))
+        raise raised[0]
+
+    is_ours = name in ("in the folder", "as bytes")
+    with pytest.raises(CheckpointError if is_ours else OSError) as caught, staged_folder(tmp_path / "out") as folder:
+        write(folder)
+    assert caught.value is raised[0] or (is_ours and "out: could not be written" in str(caught.value))
+    assert is_ours == isinstance(caught.value, CheckpointError) and not names(tmp_path)
+
+
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
 def test_an_error_between_the_renames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -77,7 +78,21 @@ def test_writes_what_a_stock_trainer_writes(case: str, tmp_path: Path) -> None:
     assert_same_bits(ours.model.state_dict(), stock.model.state_dict())
 
 
-def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            CheckpointError,
+            r"{}: could not be written \(.*No space left on device\); nothing was left behind; free space",
+        ),
+        (ConnectionError("the hub is gone"), ConnectionError, "^the hub is gone$"),
+        (PermissionError(errno.EACCES, "Permission denied", "/other/file"), PermissionError, "/other/file"),
+    ],
+)
+def test_a_save_that_fails_leaves_no_checkpoint(
+    error: OSError, expected: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = run(SELTrainer, tmp_path, max_steps=2)
     before = list_files(tmp_path)
     trainer.state.global_step = 4
@@ -86,12 +101,12 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pyt
 
     def fail(*args: Any) -> None:
         written.extend(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("adapter_model.safetensors"))
-        raise OSError("no space")
+        raise error
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written \(no space\)"):
+    with pytest.raises(expected, match=message.format("checkpoint-4")):
         trainer._save_checkpoint(trainer.model, None)
-    with pytest.raises(CheckpointError, match=r"adapter: could not be written \(no space\)"):
+    with pytest.raises(expected, match=message.format("adapter")):
         trainer.save_model(str(tmp_path / "adapter"))
     assert any(".checkpoint-4.unfinished-" in path for path in written)
     assert any(".adapter.unfinished-" in path for path in written)

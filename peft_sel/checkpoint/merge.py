@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied,
 from peft_sel.errors import CheckpointError, ConfigError
 from peft_sel.untrusted import read_json
 
+BLOCK_BYTES = 1 << 20
 MAX_SIDE_BYTES = 1 << 30  # of one file beside the weights, so that one with a hole does not fill the disk
 
 
@@ -55,6 +55,17 @@ class MergeReport:
     out_dir: Path
 
 
+def _read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file of the base."""
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise CheckpointError(path, problem, "make it readable, or move it out of the folder") from error
+
+
 def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
     """Copy what lies beside the weights: tokenizer, generation config, chat templates, licence."""
     sources = [path for path in base_dir.iterdir() if is_copied(path.name)]
@@ -69,8 +80,9 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
             if path.stat().st_size > MAX_SIDE_BYTES:
                 problem = f"is larger than {MAX_SIDE_BYTES} bytes, and no file of weights"
                 raise CheckpointError(path, problem, "move it out of the folder")
-            with open(path, "rb") as source, open(out_dir / path.relative_to(base_dir), "xb") as target:
-                shutil.copyfileobj(source, target)
+            with open(out_dir / path.relative_to(base_dir), "xb") as target:
+                for block in _read_blocks(path):
+                    target.write(block)
 
 
 def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:

@@ -36,6 +36,7 @@ CHECKPOINT_FILES = re.compile(
     r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
 LOCK_TRIES = 20
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which only a write can meet
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
@@ -128,6 +129,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+def _is_of_output(error: OSError, folder: Path) -> bool:
+    """Return whether an error of the code that fills a folder is about the folder, as far as it tells."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes, os.PathLike))]
+    return error.errno in OUTPUT_ERRORS or any(Path(os.fsdecode(name)).is_relative_to(folder) for name in names)
 
 
 class _Output:
@@ -300,9 +307,9 @@ def staged_folder(
     Raises:
         OutputExistsError: If out_dir exists, or appears meanwhile, and overwrite is False.
         CheckpointError: If another process is writing out_dir now, if it is nothing that overwrite may replace, or if
-            it cannot be written.
+            it cannot be written. Other errors of the code that fills it, such as a lost connection, pass as they are.
     """
-    output = _Output(out_dir)
+    output, is_filled = _Output(out_dir), True
 
     def check_existing() -> None:
         if check is None:
@@ -318,7 +325,9 @@ def staged_folder(
             check_existing()
             os.mkdir(output.staging)
             try:
+                is_filled = False
                 yield output.staging
+                is_filled = True
                 _sync_tree(output.staging)
                 check_existing()
                 output.commit(os.path.lexists(out_dir), [output.path.parent, *(made.parent for made in parents)])
@@ -328,7 +337,7 @@ def staged_folder(
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and (is_filled or _is_of_output(error, output.staging)):
             raise CheckpointError(
                 out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
             ) from error
