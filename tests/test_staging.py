@@ -73,6 +73,27 @@ def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
     assert read_all(out) == {**NEW, "config.json": "newer"} and names(out.parent) == ["out"]
 
 
+@pytest.mark.usefixtures("renaming")
+def test_an_overwrite_keeps_permissions(tmp_path: Path) -> None:
+    templates = "additional_chat_templates"
+    out = fill(tmp_path / "out", {**OLD, f"{templates}/a.jinja": "old"})
+    modes = {"": 0o700, "config.json": 0o640, "model.safetensors": 0o600, templates: 0o750, f"{templates}/a.jinja": 0o604}
+    for name, mode in modes.items():
+        (out / name).chmod(mode)
+    with staged_folder(out, overwrite=True) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        fill(folder, {**NEW, f"{templates}/a.jinja": "new"})
+        (folder / "LICENSE").chmod(0o644)
+    assert {name: (out / name).stat().st_mode & 0o777 for name in modes} == modes
+    assert (out / "LICENSE").stat().st_mode & 0o777 == 0o644 and (out / "config.json").read_text() == "new"
+    out.chmod(0o755)
+    make(out, overwrite=True)
+    assert out.stat().st_mode & 0o777 == 0o755
+    make(tmp_path / "new")
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2")
 def test_renameat2_works_here(tmp_path: Path) -> None:
     first, second = fill(tmp_path / "a", OLD), fill(tmp_path / "b", NEW)

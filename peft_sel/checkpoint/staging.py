@@ -240,6 +240,13 @@ class _Output:
         name = rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}"
         return bool(re.fullmatch(name, path.name)) and path.is_dir() and not path.is_symlink()
 
+    def keep_modes(self) -> None:
+        """Give the staged folder, and the files in it that replace others, the permissions of what they replace."""
+        for path in [self.staging, *self.staging.rglob("*")] if self.path.is_dir() else []:
+            old = self.path / path.relative_to(self.staging)
+            if not path.is_symlink() and not old.is_symlink() and path.is_dir() == old.is_dir() and old.exists():
+                shutil.copymode(old, path)
+
     def commit(self, replace: bool, parents: Sequence[Path]) -> None:
         """Give the staged folder the output's name, for good; an old output takes the name of the staged folder."""
         if replace:
@@ -309,7 +316,7 @@ def staged_folder(
         CheckpointError: If another process is writing out_dir now, if it is nothing that overwrite may replace, or if
             it cannot be written. Other errors of the code that fills it, such as a lost connection, pass as they are.
     """
-    output, is_filled = _Output(out_dir), True
+    output, is_filling = _Output(out_dir), False
 
     def check_existing() -> None:
         if check is None:
@@ -323,11 +330,12 @@ def staged_folder(
         with output.lock():
             output.clear()
             check_existing()
-            os.mkdir(output.staging)
+            os.mkdir(output.staging, 0o700 if os.path.lexists(out_dir) else 0o777)
             try:
-                is_filled = False
+                is_filling = True
                 yield output.staging
-                is_filled = True
+                is_filling = False
+                output.keep_modes()
                 _sync_tree(output.staging)
                 check_existing()
                 output.commit(os.path.lexists(out_dir), [output.path.parent, *(made.parent for made in parents)])
@@ -337,7 +345,7 @@ def staged_folder(
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError) and (is_filled or _is_of_output(error, output.staging)):
+        if isinstance(error, OSError) and (not is_filling or _is_of_output(error, output.staging)):
             raise CheckpointError(
                 out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
             ) from error
