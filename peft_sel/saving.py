@@ -72,7 +72,7 @@ def save_adapter(
     if max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     if os.path.lexists(folder) and not overwrite:
-        raise OutputExistsError(folder)
+        raise OutputExistsError(folder, "overwrite=True")
     tensors = get_peft_model_state_dict(model, adapter_name=adapter_name)
     entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype, "") for name, tensor in sorted(tensors.items())]
     entries = plan_shards(entries, max_shard_bytes, ADAPTER_FILE)

@@ -301,7 +301,7 @@ def test_existing_output_is_refused_before_anything_is_read(tmp_path: Path) -> N
     (tmp_path / "out").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for out in ("out", "link"):
-        with pytest.raises(OutputExistsError, match=out):
+        with pytest.raises(OutputExistsError, match=rf"{out} already .*; overwrite=True \(--overwrite\) replaces it$"):
             merge_checkpoint(tmp_path / "no base", tmp_path / "no adapter", tmp_path / out)
 
 

@@ -168,7 +168,7 @@ def merge_checkpoint(
     if not adapter_dirs:
         raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
     out_dir, inputs = Path(out_dir), [Path(folder) for folder in (base_dir, *adapter_dirs)]
-    check_output(out_dir, overwrite, inputs)
+    check_output(out_dir, overwrite, inputs, "overwrite=True (--overwrite)")
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, WEIGHT_DTYPES))}")
     if max_shard_bytes is not None and max_shard_bytes < 1:

@@ -40,13 +40,14 @@ OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which 
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
-def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] = ()) -> None:
+def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] = (), option: str = "") -> None:
     """Raise unless an output folder may be made.
 
     Args:
         out_dir: The folder.
         overwrite: Whether it may be there, as a folder with a checkpoint and nothing else.
         inputs: Folders that it may neither be nor hold. What a merge copies from the first may be in a checkpoint.
+        option: What the caller can be told to replace out_dir, if anything.
 
     Raises:
         OutputExistsError: If it exists and overwrite is False.
@@ -55,7 +56,7 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     if not os.path.lexists(out_dir):
         return
     if not overwrite:
-        raise OutputExistsError(out_dir)
+        raise OutputExistsError(out_dir, option)
     if out_dir.is_symlink() or not out_dir.is_dir():
         raise _not_replaceable(out_dir, "a symbolic link" if out_dir.is_symlink() else "not a folder")
     for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
