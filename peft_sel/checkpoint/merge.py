@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from peft_sel.checkpoint.adapter import Adapter
-from peft_sel.checkpoint.plan import WEIGHT_DTYPES, Plan
+from peft_sel.checkpoint.plan import Plan
 from peft_sel.checkpoint.shards import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -27,6 +27,7 @@ from peft_sel.checkpoint.shards import (
     write_text,
 )
 from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
+from peft_sel.conversion import FLOAT_DTYPES
 from peft_sel.errors import CheckpointError, ConfigError
 from peft_sel.untrusted import read_json
 
@@ -169,8 +170,8 @@ def merge_checkpoint(
         raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
     out_dir, inputs = Path(out_dir), [Path(folder) for folder in (base_dir, *adapter_dirs)]
     check_output(out_dir, overwrite, inputs, "overwrite=True (--overwrite)")
-    if dtype is not None and dtype not in WEIGHT_DTYPES:
-        raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, WEIGHT_DTYPES))}")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, FLOAT_DTYPES))}")
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     with CheckpointReader(base_dir) as base, ExitStack() as stack:

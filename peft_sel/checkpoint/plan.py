@@ -16,11 +16,9 @@ from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
-from peft_sel.conversion import add_differences, rebuild_weight, wide_dtype
+from peft_sel.conversion import FLOAT_DTYPES, add_differences, rebuild_weight, wide_dtype
 from peft_sel.errors import BrokenMergeError, CheckpointError, list_names
 from peft_sel.untrusted import read_json
-
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
@@ -43,7 +41,7 @@ def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: 
 
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds no NaN and no infinity, in one pass and without a mask of its size."""
-    if tensor.dtype not in WEIGHT_DTYPES or tensor.numel() == 0:
+    if tensor.dtype not in FLOAT_DTYPES or tensor.numel() == 0:
         return True
     return all(bool(torch.isfinite(end)) for end in tensor.aminmax())
 
@@ -156,7 +154,7 @@ class Plan:
             raise CheckpointError(adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again")
         for key, module in modules.items():
             entry = self._base_entry(key)
-            if entry.dtype not in WEIGHT_DTYPES:
+            if entry.dtype not in FLOAT_DTYPES:
                 raise CheckpointError(
                     self.base.folder, f"{key} is stored as {entry.dtype}", "merge into an unquantized copy of the model"
                 )
@@ -169,7 +167,7 @@ class Plan:
         entry, found = self._base_entry(key), adapter.reader.entries[saved]
         if found.shape != entry.shape:
             raise shape_error(adapter.folder, saved, found.shape, key, entry.shape)
-        if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*WEIGHT_DTYPES}:
+        if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*FLOAT_DTYPES}:
             problem = f"{saved} is {found.dtype} and in the base {entry.dtype}"
             raise CheckpointError(adapter.folder, problem, "save it again")
 
@@ -210,7 +208,7 @@ class Plan:
         entries = []
         followers = {source: tied for tied, source in self.untied.items()}
         for entry in self.base.entries.values():
-            dtype = self.dtype if self.dtype and entry.dtype in WEIGHT_DTYPES else entry.dtype
+            dtype = self.dtype if self.dtype and entry.dtype in FLOAT_DTYPES else entry.dtype
             entries.append(dataclasses.replace(entry, dtype=dtype))
             if entry.name in followers:
                 entries.append(dataclasses.replace(entries[-1], name=followers[entry.name]))
