@@ -25,7 +25,7 @@ from peft_sel.checkpoint.shards import (
     write_index,
     write_shard,
 )
-from peft_sel.checkpoint.staging import staged_folder
+from peft_sel.checkpoint.staging import require_folder, staged_folder
 from peft_sel.config import SELConfig
 from peft_sel.errors import AdapterStateError, CheckpointError, ConfigError, OutputExistsError, list_names
 from peft_sel.untrusted import read_json
@@ -102,8 +102,7 @@ def list_other_files(folder: Path) -> list[Path]:
     """
     if not os.path.lexists(folder):
         return []
-    if folder.is_symlink() or not folder.is_dir():
-        raise CheckpointError(folder, "is a link or a file, and only a folder is ever replaced", "name another one")
+    require_folder(folder)
     if Path.cwd().is_relative_to(folder.resolve()):
         raise CheckpointError(folder, "is in use as the working directory", "name another folder, or go elsewhere")
     found = sorted(folder.iterdir())

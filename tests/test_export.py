@@ -116,7 +116,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             export_weights(source, out, **options)
         assert not out.parent.exists()
-    with pytest.raises(OutputExistsError, match="base already exists; .* or remove this one first$"):
+    with pytest.raises(OutputExistsError, match=r"base already exists; .* or remove this one first$"):
         export_weights(adapter, tmp_path / "base")
     export_weights(scales, out, base_dir=tmp_path / "other", check_base=False)
 

@@ -174,7 +174,7 @@ def test_overwrite_replaces_the_adapter_and_nothing_else(
     (out / "notes.txt").write_text("mine")
     (out / "link").symlink_to("notes.txt")
     (out / "README.md").write_text("# My adapter\n\nAbout it.\n")
-    with pytest.raises(OutputExistsError, match="adapter already exists; .* first; overwrite=True replaces it$"):
+    with pytest.raises(OutputExistsError, match=r"adapter already exists; .* first; overwrite=True replaces it$"):
         save_adapter(trained, out)
     train_steps(trained.train())
     save_adapter(trained.eval(), out, max_shard_bytes=second, overwrite=True)

@@ -77,7 +77,13 @@ def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
 def test_an_overwrite_keeps_permissions(tmp_path: Path) -> None:
     templates = "additional_chat_templates"
     out = fill(tmp_path / "out", {**OLD, f"{templates}/a.jinja": "old"})
-    modes = {"": 0o700, "config.json": 0o640, "model.safetensors": 0o600, templates: 0o750, f"{templates}/a.jinja": 0o604}
+    modes = {
+        "": 0o700,
+        "config.json": 0o640,
+        "model.safetensors": 0o600,
+        templates: 0o750,
+        f"{templates}/a.jinja": 0o604,
+    }
     for name, mode in modes.items():
         (out / name).chmod(mode)
     with staged_folder(out, overwrite=True) as folder:
@@ -481,3 +487,13 @@ def test_an_output_that_changes_meanwhile_is_not_overwritten(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"it holds notes\.txt"):
         make(out, meanwhile=lambda: fill(out, {"notes.txt": "mine"}), overwrite=True)
     assert read_all(out) == {**OLD, "notes.txt": "mine"} and names(tmp_path) == ["out"]
+
+
+@pytest.mark.usefixtures("renaming")
+def test_a_link_that_was_exchanged_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """A check that lets a link through, or one that appears behind the check's back."""
+    real, out = fill(tmp_path / "real", OLD), tmp_path / "out"
+    out.symlink_to(real)
+    make(out, check=lambda path: None)
+    assert names(tmp_path) == ["out", "real"] and not out.is_symlink()
+    assert read_all(out) == NEW and read_all(real) == OLD

@@ -287,7 +287,37 @@ class _Output:
                 os.rename(self.aside, self.staging)
             else:  # someone made the output between the two: the next run tells of the old one
                 return
+        if self.staging.is_symlink():  # which had the output's name for a moment
+            self.staging.unlink()
         shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def require_folder(out_dir: Path) -> None:
+    """Raise unless what is to be replaced, whatever is in it, is a folder.
+
+    Args:
+        out_dir: It exists.
+
+    Raises:
+        CheckpointError: If it is a file or a link.
+    """
+    if out_dir.is_symlink() or not out_dir.is_dir():
+        raise CheckpointError(out_dir, "is a link or a file, and only a folder is ever replaced", "name another one")
+
+
+def clear_leftovers(folder: Path, pattern: str) -> None:
+    """Put back or remove what dead processes left of outputs in a folder, and say so; living ones keep theirs.
+
+    Args:
+        folder: The folder; it need not be there.
+        pattern: Regular expression of the outputs' names.
+    """
+    hidden = re.compile(rf"\.({pattern})\.((unfinished|replaced)-[0-9a-f]{{8}}|lock)")
+    matches = map(hidden.fullmatch, os.listdir(folder) if folder.is_dir() else [])
+    for name in sorted({match[1] for match in matches if match}):
+        output = _Output(folder / name)
+        with suppress(CheckpointError, OSError), output.lock():
+            output.clear()
 
 
 @contextmanager
