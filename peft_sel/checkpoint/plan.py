@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -17,7 +18,7 @@ from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
 from peft_sel.conversion import FLOAT_DTYPES, add_differences, rebuild_weight, wide_dtype
-from peft_sel.errors import BrokenMergeError, CheckpointError, list_names
+from peft_sel.errors import BrokenMergeError, CheckpointError, NonFiniteWeightError, OtherBaseError, list_names
 from peft_sel.untrusted import read_json
 
 
@@ -94,6 +95,8 @@ class Plan:
         }
         self._last: tuple[tuple[str, int, torch.dtype], Tensor] | None = None
         self._check_tying(pairs)
+        for adapter in adapters:
+            self._check_smallest(adapter)
         self._update_config()
 
     def _add_adapter(self, adapter: Adapter) -> None:
@@ -183,6 +186,36 @@ class Plan:
                     "merge into the checkpoint that the adapter was made from",
                 )
 
+    def _check_smallest(self, adapter: Adapter) -> None:
+        """Compare one tensor of the base with what an adapter was made from, at once and not late in a long merge."""
+        check = self.checks[adapter]
+        pairs = [
+            (key, module)
+            for key, sources in self.folded.items()
+            for source, module in sources
+            if source is adapter and check.has_record(module)
+        ]
+
+        def rank(pair: tuple[str, str]) -> tuple[bool, int]:
+            shape = self._base_entry(pair[0]).shape
+            return len(shape) < 2, math.prod(shape)  # biases last: many models have the same ones, of zeros
+
+        for key, module in [min(pairs, key=rank)] if pairs else []:
+            for expert in range(len(self.stacks[key].keys)) if key in self.stacks else (None,):
+                self._check_base(adapter, module, key, expert, self._read_base(key, expert))
+
+    def _check_base(self, adapter: Adapter, module: str, key: str, expert: int | None, weight: Tensor) -> None:
+        """Raise unless a weight of the base, or one matrix of a stack, is what an adapter was made from."""
+        try:
+            if expert is None:
+                self.checks[adapter].check(module, weight)
+            else:
+                self.checks[adapter].check_expert(module, expert, len(self.stacks[key].keys), weight)
+        except OtherBaseError as error:
+            if adapter.config.train_raw or _is_finite(weight):
+                raise
+            raise NonFiniteWeightError(key, int((~torch.isfinite(weight)).sum())) from error
+
     def _check_conflicts(self, adapter: Adapter, modules: Set[str], replaced: Set[str]) -> None:
         """Raise if an adapter and one before it replace the same tensor, or one replaces what the other converts."""
         shared = (replaced & (self.replaced.keys() | self.folded.keys())) | (modules & self.replaced.keys())
@@ -259,13 +292,10 @@ class Plan:
         name = key if expert is None else f"{key}[{expert}]"
 
         def fold(adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
+            if base_weight is not None:
+                self._check_base(adapter, module, key, expert, base_weight)
             parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
-            weight = rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
-            if expert is None:
-                self.checks[adapter].check(module, base_weight)
-            else:
-                self.checks[adapter].check_expert(module, expert, len(self.stacks[key].keys), base_weight)
-            return weight
+            return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
 
         if base_weight is None or len(sources) == 1:
             return fold(*sources[0], dtype)
