@@ -22,22 +22,35 @@ from peft_sel.errors import BrokenMergeError, CheckpointError, NonFiniteWeightEr
 from peft_sel.untrusted import read_json
 
 
-def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
-    """Return adapter name -> base key: the names as they are, or all with the base model prefix added or removed."""
+def match_names(names: list[str], known: Set[str], prefix: str) -> dict[str, str]:
+    """Find what a base calls the tensors of an adapter.
+
+    Args:
+        names: Names in the adapter's model.
+        known: Names in the base.
+        prefix: The base model prefix of its class, "" for none.
+
+    Returns:
+        Adapter name -> base key: the names as they are, or all with the prefix added or removed, whichever fits best.
+    """
     candidates = [{name: name for name in names}]
     if prefix:
         candidates.append({name: f"{prefix}.{name}" for name in names})
         candidates.append({name: name.removeprefix(f"{prefix}.") for name in names})
-    homeless = [[name for name, key in mapping.items() if key not in known] for mapping in candidates]
-    best = min(range(len(candidates)), key=lambda index: len(homeless[index]))
-    if homeless[best]:
+    return max(candidates, key=lambda mapping: sum(key in known for key in mapping.values()))
+
+
+def _resolve_names(names: list[str], known: Set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
+    """Return adapter name -> base key as match_names does, or raise unless the base has every one."""
+    keys = match_names(names, known, prefix)
+    homeless = [name for name, key in keys.items() if key not in known]
+    if homeless:
         raise CheckpointError(
             adapter_dir,
-            f"{len(homeless[best])} of its {len(names)} tensors have no counterpart in {base_dir}: "
-            f"{list_names(homeless[best])}",
+            f"{len(homeless)} of its {len(names)} tensors have no counterpart in {base_dir}: {list_names(homeless)}",
             "merge into the checkpoint that the adapter was made from (with a newly added head: save that model first)",
         )
-    return candidates[best]
+    return keys
 
 
 def _is_finite(tensor: Tensor) -> bool:
