@@ -105,7 +105,7 @@ def test_a_base_with_the_prefix_on_one_side_only(
     autos = {"CausalLM": AutoModelForCausalLM, "bare": AutoModel}
     tiny = make_tiny(dtype=torch.bfloat16)
     (tiny if saved_as == "CausalLM" else tiny.model).save_pretrained(tmp_path / "base")
-    model = convert(autos[adapted_as].from_pretrained(tmp_path / "base"), train_raw=train_raw)
+    model = convert(autos[adapted_as].from_pretrained(tmp_path / "base"), task_type=None, train_raw=train_raw)
     perturb(model)
     save_adapter(model, tmp_path / "adapter")
     export_weights(tmp_path / "adapter", tmp_path / "out", base_dir=tmp_path / "base")

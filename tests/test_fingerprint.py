@@ -345,7 +345,7 @@ def list_rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("options", [{}, {"train_raw": False}, {"bias": "sel_only"}])
+@pytest.mark.parametrize("options", [{}, {"train_raw": False}, {"bias": "sel_only", "beta": 5.0}])
 def test_a_merge_into_another_base_fails_at_once(options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One differing tensor, late in the merge, is not used; of a base that differs altogether no tensor is."""
     late = "model.layers.1.mlp.up_proj.weight"
