@@ -137,6 +137,9 @@ def test_only_a_folder_is_replaced(kind: str, tmp_path: Path) -> None:
     assert list_files(tmp_path) == before and {path: path.stat().st_mtime_ns for path in other.iterdir()} == files
     checkpoint.unlink()
     trainer._save_checkpoint(trainer.model, None)
+    checkpoint.chmod(0o700)
+    trainer._save_checkpoint(trainer.model, None)
+    assert checkpoint.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in run_dir.iterdir()] == ["checkpoint-1"] and checkpoint.is_dir()
 
 
