@@ -126,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     merge.set_defaults(run=run_merge)
 
     export = commands.add_parser("export", description=EXPORT, formatter_class=layout)
-    export.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter")
+    export.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter, or its id on the hub")
     export.add_argument("out", metavar="OUT", help="folder to create")
     export.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the result (bfloat16)"
@@ -134,7 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--base",
         metavar="BASE",
-        help="base checkpoint, which only an adapter without raw weights (train_raw=False) needs",
+        help="folder or id of the base checkpoint, which only an adapter without raw weights (train_raw=False) needs; "
+        "another adapter is compared with it",
     )
     export.add_argument(
         "--max-shard-size",
@@ -223,10 +224,10 @@ def run_export(args: argparse.Namespace) -> int:
     import torch
 
     from peft_sel.checkpoint import export_weights
-    from peft_sel.jobs import resolve_checkpoint
+    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
 
     report = export_weights(
-        args.adapter,
+        resolve_checkpoint(args.adapter, patterns=ADAPTER_PATTERNS),
         args.out,
         dtype=getattr(torch, args.dtype),
         base_dir=resolve_checkpoint(args.base) if args.base else None,

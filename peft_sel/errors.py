@@ -191,7 +191,7 @@ class AccumulationError(SELError):
 
 
 class BrokenMergeError(SELError):
-    """safe_merge found NaN or infinity in a merged weight."""
+    """A merged or exported weight would hold NaN or infinity."""
 
     def __init__(self, name: str, adapters: Iterable[str]) -> None:
         super().__init__(
@@ -210,8 +210,9 @@ class CheckpointError(SELError):
 class OutputExistsError(SELError):
     """The output folder is already there."""
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(f"{path} already exists; name another output folder or remove this one first")
+    def __init__(self, path: str | Path, option: str = "") -> None:
+        replacing = f"; {option} replaces it" if option else ""
+        super().__init__(f"{path} already exists; name another output folder or remove this one first{replacing}")
 
 
 class RecipeError(SELError):

@@ -25,7 +25,7 @@ from peft_sel.checkpoint.shards import (
     write_index,
     write_shard,
 )
-from peft_sel.checkpoint.staging import staged_folder
+from peft_sel.checkpoint.staging import require_folder, staged_folder
 from peft_sel.config import SELConfig
 from peft_sel.errors import AdapterStateError, CheckpointError, ConfigError, OutputExistsError, list_names
 from peft_sel.untrusted import read_json
@@ -72,7 +72,7 @@ def save_adapter(
     if max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     if os.path.lexists(folder) and not overwrite:
-        raise OutputExistsError(folder)
+        raise OutputExistsError(folder, "overwrite=True")
     tensors = get_peft_model_state_dict(model, adapter_name=adapter_name)
     entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype, "") for name, tensor in sorted(tensors.items())]
     entries = plan_shards(entries, max_shard_bytes, ADAPTER_FILE)
@@ -102,8 +102,7 @@ def list_other_files(folder: Path) -> list[Path]:
     """
     if not os.path.lexists(folder):
         return []
-    if folder.is_symlink() or not folder.is_dir():
-        raise CheckpointError(folder, "is a link or a file, and only a folder is ever replaced", "name another one")
+    require_folder(folder)
     if Path.cwd().is_relative_to(folder.resolve()):
         raise CheckpointError(folder, "is in use as the working directory", "name another folder, or go elsewhere")
     found = sorted(folder.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from peft_sel.accumulation import Accumulation
-from peft_sel.checkpoint.staging import staged_folder
+from peft_sel.checkpoint.staging import clear_leftovers, require_folder, staged_folder
 from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
@@ -195,7 +196,7 @@ class SELTrainerMixin(_TrainerBase):
             self.optimizer_cls_and_kwargs = given
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see Trainer.
+        """Train, after clearing away what killed runs left of checkpoints in output_dir; see Trainer.
 
         Args:
             *args: Trainer's.
@@ -204,6 +205,9 @@ class SELTrainerMixin(_TrainerBase):
         Returns:
             Trainer's result.
         """
+        if self.args.should_save and self._is_on_one_machine():
+            clear_leftovers(Path(self.args.output_dir or ""), rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-\d+")
+        self.accelerator.wait_for_everyone()  # a checkpoint that was put back is there for all to resume from
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -318,7 +322,7 @@ class SELTrainerMixin(_TrainerBase):
     def _staged_checkpoint(self, checkpoint: Path) -> Iterator[Path]:
         """Yield the hidden folder of a checkpoint, the same one to all processes."""
         writes = self.args.should_save
-        with staged_folder(checkpoint, check=lambda _: None) if writes else nullcontext() as unfinished:
+        with staged_folder(checkpoint, check=require_folder) if writes else nullcontext() as unfinished:
             shared = broadcast_object_list([unfinished])
             yield shared[0]
         self.accelerator.wait_for_everyone()

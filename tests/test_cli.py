@@ -129,6 +129,24 @@ def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert list(filter_repo_objects(sharded, allow_patterns=list(ADAPTER_PATTERNS))) == sharded[:2]
 
 
+def test_export_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fetched: dict[str, list[str]] = {}
+
+    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        fetched[name] = allow_patterns
+        return str(folder / name.removeprefix("some/"))
+
+    monkeypatch.setattr("peft_sel.jobs.snapshot_download", fetch)
+    command = ["export", "some/adapter", str(folder / "exported"), "--base", "some/base"]
+    assert main(command) == 0
+    assert fetched.keys() == {"some/adapter", "some/base"} and fetched["some/adapter"] == list(ADAPTER_PATTERNS)
+    assert (folder / "exported" / "model.safetensors").is_file()
+    capsys.readouterr()
+    monkeypatch.undo()
+    line = failure(["export", "some/adapter", str(folder / "second")], capsys)
+    assert "some/adapter: is neither a folder nor to be had from the hub" in line
+
+
 @pytest.mark.filterwarnings("default:.*left by a killed run")
 def test_merge_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["merge", str(folder / "base"), str(folder / "adapter"), str(folder / "merged")]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import assert_same_bits, convert, logits, make_tiny, train_steps
-from moe import TARGETS, convert_moe, make_moe
+from moe import TARGETS, convert_moe, make_moe, perturb
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 from peft_sel import export_weights, save_adapter
 from peft_sel.cli import main
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OtherBaseError, OutputExistsError
 
 FILE = "adapter_model.safetensors"
+MODEL = "model.safetensors"
 
 
 def make_trained(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PeftModel:
@@ -27,6 +30,12 @@ def make_trained(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: A
     train_steps(model, 2)
     save_adapter(model.eval(), folder / "adapter")
     return model
+
+
+def flip_a_bit(file: Path, name: str) -> None:
+    tensors = load_file(file)
+    tensors[name].view(torch.int16)[-1, -1] ^= 1
+    save_file(tensors, file, {"format": "pt"})
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,6 +97,66 @@ def test_stacked_experts_have_the_names_of_the_model(tmp_path: Path) -> None:
     assert_same_bits(exported, {key: state[key] for key in exported})
 
 
+@pytest.mark.parametrize("train_raw", [True, False])
+@pytest.mark.parametrize(("saved_as", "adapted_as"), [("CausalLM", "bare"), ("bare", "CausalLM")])
+def test_a_base_with_the_prefix_on_one_side_only(
+    saved_as: str, adapted_as: str, train_raw: bool, tmp_path: Path
+) -> None:
+    autos = {"CausalLM": AutoModelForCausalLM, "bare": AutoModel}
+    tiny = make_tiny(dtype=torch.bfloat16)
+    (tiny if saved_as == "CausalLM" else tiny.model).save_pretrained(tmp_path / "base")
+    model = convert(autos[adapted_as].from_pretrained(tmp_path / "base"), task_type=None, train_raw=train_raw)
+    perturb(model)
+    save_adapter(model, tmp_path / "adapter")
+    export_weights(tmp_path / "adapter", tmp_path / "out", base_dir=tmp_path / "base")
+    state, exported = model.merge_and_unload().state_dict(), load_tensors(tmp_path / "out")
+    assert_same_bits(exported, {key: state[key] for key in exported})
+    name = next(key for key in load_file(tmp_path / "base" / MODEL) if "layers.1.mlp.up_proj" in key)
+    flip_a_bit(tmp_path / "base" / MODEL, name)
+    with pytest.raises(OtherBaseError, match=r"layers\.1\.mlp\.up_proj"):
+        export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base")
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("train_raw", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_base_with_split_experts(family: str, train_raw: bool, tmp_path: Path) -> None:
+    make_moe(family, torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = convert_moe(base, target_parameters=[*TARGETS, "mlp.gate.weight"], train_raw=train_raw)
+    perturb(model)
+    save_adapter(model, tmp_path / "adapter")
+    export_weights(tmp_path / "adapter", tmp_path / "out", base_dir=tmp_path / "base")
+    state, exported = model.merge_and_unload().state_dict(), load_tensors(tmp_path / "out")
+    assert len(exported) == 6
+    assert_same_bits(exported, {key: state[key] for key in exported})
+    names = [key for key in load_file(tmp_path / "base" / MODEL) if "layers.1." in key and "experts.3." in key]
+    assert len(names) == 3
+    flip_a_bit(tmp_path / "base" / MODEL, names[0])
+    with pytest.raises(OtherBaseError, match=r"layers\.1\.mlp\.experts\.(gate_up|down)_proj"):
+        export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["text_config"] = {"model_type": "qwen3_vl_moe"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"base: stores model.layers.0.mlp.experts.* in another layout"):
+        export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base")
+    if train_raw:
+        export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base", check_base=False)
+        assert_same_bits(load_tensors(tmp_path / "second"), exported)
+
+
+def test_a_dense_adapter_is_compared_with_what_the_base_holds(tmp_path: Path) -> None:
+    make_trained(tmp_path)
+    tensors = load_file(tmp_path / "base" / MODEL)
+    save_file({key: tensors[key] for key in tensors if "layers.1" not in key}, tmp_path / "base" / MODEL)
+    export_weights(tmp_path / "adapter", tmp_path / "out", base_dir=tmp_path / "base")
+    flip_a_bit(tmp_path / "base" / MODEL, "model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(OtherBaseError, match=r"layers\.0\.mlp\.up_proj.*embeddings and norms.*check_base=False"):
+        export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base")
+    export_weights(tmp_path / "adapter", tmp_path / "second", base_dir=tmp_path / "base", check_base=False)
+    assert_same_bits(load_tensors(tmp_path / "out"), load_tensors(tmp_path / "second"))
+
+
 def test_refusals_write_nothing(tmp_path: Path) -> None:
     make_trained(tmp_path)
     make_trained(tmp_path / "scales", train_raw=False)
@@ -109,14 +178,19 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
             OtherBaseError,
             r"scales.*layers\.1\.mlp\.up_proj.*check_base=False",
         ),
-        (scales, {"base_dir": tmp_path / "small"}, CheckpointError, r"small: does not hold model.layers.1"),
+        (
+            scales,
+            {"base_dir": tmp_path / "small"},
+            CheckpointError,
+            r"small: does not hold model.layers.1.*; name the base checkpoint that the adapter was made from$",
+        ),
         (tmp_path / "tokens", {}, CheckpointError, "trains single rows of a weight .*; merge it instead"),
         (tmp_path / "base", {}, CheckpointError, "holds no adapter_config.json"),
     ):
         with pytest.raises(error, match=message):
             export_weights(source, out, **options)
         assert not out.parent.exists()
-    with pytest.raises(OutputExistsError):
+    with pytest.raises(OutputExistsError, match=r"base already exists; .* or remove this one first$"):
         export_weights(adapter, tmp_path / "base")
     export_weights(scales, out, base_dir=tmp_path / "other", check_base=False)
 

@@ -31,6 +31,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from peft_sel import SELConfig, SELError, merge_checkpoint
+from peft_sel.checkpoint import plan
 from peft_sel.cli import main
 from peft_sel.errors import ConfigError, OtherBaseError
 from peft_sel.modules import SELLinear
@@ -331,6 +332,56 @@ def test_merging_files_refuses_another_base(train_raw: bool, tmp_path: Path, cap
     )
 
 
+def list_rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the weights that merges compute from now on."""
+    names: list[str] = []
+    rebuild = plan.rebuild_weight
+
+    def record(*args: Any, name: str, **options: Any) -> torch.Tensor:
+        names.append(name)
+        return rebuild(*args, name=name, **options)
+
+    monkeypatch.setattr(plan, "rebuild_weight", record)
+    return names
+
+
+@pytest.mark.parametrize("options", [{}, {"train_raw": False}, {"bias": "sel_only", "beta": 5.0}])
+def test_a_merge_into_another_base_fails_at_once(options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One differing tensor, late in the merge, is not used; of a base that differs altogether no tensor is."""
+    late = "model.layers.1.mlp.up_proj.weight"
+    save_adapter(tmp_path / "adapter", **options)
+    make_other(late).save_pretrained(tmp_path / "late")
+    model = make_tiny(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1.0 if name.endswith("bias") else 1.5)
+    model.save_pretrained(tmp_path / "other")
+    rebuilt = list_rebuilt(monkeypatch)
+    with pytest.raises(OtherBaseError, match=late):
+        merge_checkpoint(tmp_path / "late", tmp_path / "adapter", tmp_path / "out")
+    assert rebuilt and late not in rebuilt
+    rebuilt.clear()
+    with pytest.raises(OtherBaseError, match=r"the values of model\.layers\..*\.weight show"):
+        merge_checkpoint(tmp_path / "other", tmp_path / "adapter", tmp_path / "out")
+    assert not rebuilt
+    merge_checkpoint(tmp_path / "other", tmp_path / "adapter", tmp_path / "out", check_base=False)
+
+
+def test_each_of_several_adapters_is_checked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_tiny(dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "first", base)
+    save_adapter(tmp_path / "second", make_other("model.layers.1.mlp.down_proj.weight"), target_modules=["down_proj"])
+    first_layer = "model.layers.0.mlp.down_proj.weight"
+    edit_record(tmp_path / "second", lambda content: content["base_fingerprint"].pop(first_layer))
+    rebuilt = list_rebuilt(monkeypatch)
+    with pytest.raises(
+        OtherBaseError, match=r"second was made from another base.* of model\.layers\.1\.mlp\.down_proj"
+    ):
+        merge_checkpoint(tmp_path / "base", [tmp_path / "first", tmp_path / "second"], tmp_path / "out")
+    assert not rebuilt
+
+
 def test_merging_knows_a_float32_checkpoint_that_was_trained_in_bf16(tmp_path: Path) -> None:
     make_tiny().save_pretrained(tmp_path / "base")
     save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16))
@@ -338,7 +389,7 @@ def test_merging_knows_a_float32_checkpoint_that_was_trained_in_bf16(tmp_path: P
 
 
 @pytest.mark.parametrize("train_raw", [True, False])
-def test_merging_experts_refuses_another_base(train_raw: bool, tmp_path: Path) -> None:
+def test_merging_experts_refuses_another_base(train_raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_moe(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     model = convert_moe(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), train_raw=train_raw)
     model.save_pretrained(tmp_path / "adapter")
@@ -352,6 +403,12 @@ def test_merging_experts_refuses_another_base(train_raw: bool, tmp_path: Path) -
         merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "second")
     assert not (tmp_path / "second").exists()
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "second", check_base=False)
+    tensors["model.layers.0.mlp.experts.3.down_proj.weight"].view(torch.int16)[-1, -1] ^= 1  # of the smallest stack
+    save_file(tensors, file, metadata={"format": "pt"})
+    rebuilt = list_rebuilt(monkeypatch)
+    with pytest.raises(OtherBaseError, match=r"model\.layers\.0\.mlp\.experts\.down_proj show"):
+        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "third")
+    assert not rebuilt
 
 
 @pytest.mark.parametrize("train_raw", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ def test_existing_output_is_refused_before_anything_is_read(tmp_path: Path) -> N
     (tmp_path / "out").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for out in ("out", "link"):
-        with pytest.raises(OutputExistsError, match=out):
+        with pytest.raises(OutputExistsError, match=rf"{out} already .*; overwrite=True \(--overwrite\) replaces it$"):
             merge_checkpoint(tmp_path / "no base", tmp_path / "no adapter", tmp_path / out)
 
 
@@ -383,6 +384,15 @@ def test_output_that_appears_meanwhile_is_kept(
         merge_checkpoint(*made, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that opens and cannot be read")
+def test_a_side_file_that_cannot_be_read_is_named(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(made[0], tmp_path / "base"))
+    (base / "LICENSE").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"base/LICENSE: cannot be read \(Input/output error\); make it readable"):
+        merge_checkpoint(base, made[1], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [base]
 
 
 def test_output_inside_the_base(made: tuple[Path, Path], tmp_path: Path) -> None:

@@ -174,10 +174,12 @@ def test_overwrite_replaces_the_adapter_and_nothing_else(
     (out / "notes.txt").write_text("mine")
     (out / "link").symlink_to("notes.txt")
     (out / "README.md").write_text("# My adapter\n\nAbout it.\n")
-    with pytest.raises(OutputExistsError, match="adapter already exists"):
+    with pytest.raises(OutputExistsError, match=r"adapter already exists; .* first; overwrite=True replaces it$"):
         save_adapter(trained, out)
     train_steps(trained.train())
+    out.chmod(0o700)
     save_adapter(trained.eval(), out, max_shard_bytes=second, overwrite=True)
+    assert out.stat().st_mode & 0o777 == 0o700
     save_adapter(trained, tmp_path / "fresh", max_shard_bytes=second)
     found, fresh = read_all(out), read_all(tmp_path / "fresh")
     assert found.pop("notes.txt") == found.pop("link") == b"mine" and (out / "link").is_symlink()

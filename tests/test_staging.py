@@ -73,6 +73,33 @@ def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
     assert read_all(out) == {**NEW, "config.json": "newer"} and names(out.parent) == ["out"]
 
 
+@pytest.mark.usefixtures("renaming")
+def test_an_overwrite_keeps_permissions(tmp_path: Path) -> None:
+    templates = "additional_chat_templates"
+    out = fill(tmp_path / "out", {**OLD, f"{templates}/a.jinja": "old"})
+    modes = {
+        "": 0o700,
+        "config.json": 0o640,
+        "model.safetensors": 0o600,
+        templates: 0o750,
+        f"{templates}/a.jinja": 0o604,
+    }
+    for name, mode in modes.items():
+        (out / name).chmod(mode)
+    with staged_folder(out, overwrite=True) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        fill(folder, {**NEW, f"{templates}/a.jinja": "new"})
+        (folder / "LICENSE").chmod(0o644)
+    assert {name: (out / name).stat().st_mode & 0o777 for name in modes} == modes
+    assert (out / "LICENSE").stat().st_mode & 0o777 == 0o644 and (out / "config.json").read_text() == "new"
+    out.chmod(0o755)
+    make(out, overwrite=True)
+    assert out.stat().st_mode & 0o777 == 0o755
+    make(tmp_path / "new")
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2")
 def test_renameat2_works_here(tmp_path: Path) -> None:
     first, second = fill(tmp_path / "a", OLD), fill(tmp_path / "b", NEW)
@@ -97,6 +124,23 @@ def test_an_error_leaves_everything_as_it_was(tmp_path: Path, error: BaseExcepti
         make(out, meanwhile=lambda: throw(error), overwrite=overwrite)
     assert read_all(tmp_path) == before and names(tmp_path) == ["deep"] * overwrite
     assert not overwrite or names(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("name", ["in the folder", "as bytes", "elsewhere", "a sibling", "none"])
+def test_an_error_of_the_writer_is_ours_only_if_it_is_about_the_folder(tmp_path: Path, name: str) -> None:
+    raised: list[OSError] = []
+
+    def write(folder: Path) -> None:
+        file = {"elsewhere": tmp_path / "x", "a sibling": folder.with_name(f"{folder.name}-x"), "none": None}
+        path = file.get(name, folder / "x")
+        raised.append(OSError(errno.EACCES, "Permission denied", os.fsencode(path) if "bytes" in name else path))
+        raise raised[0]
+
+    is_ours = name in ("in the folder", "as bytes")
+    with pytest.raises(CheckpointError if is_ours else OSError) as caught, staged_folder(tmp_path / "out") as folder:
+        write(folder)
+    assert caught.value is raised[0] or (is_ours and "out: could not be written" in str(caught.value))
+    assert is_ours == isinstance(caught.value, CheckpointError) and not names(tmp_path)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -443,3 +487,13 @@ def test_an_output_that_changes_meanwhile_is_not_overwritten(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"it holds notes\.txt"):
         make(out, meanwhile=lambda: fill(out, {"notes.txt": "mine"}), overwrite=True)
     assert read_all(out) == {**OLD, "notes.txt": "mine"} and names(tmp_path) == ["out"]
+
+
+@pytest.mark.usefixtures("renaming")
+def test_a_link_that_was_exchanged_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """A check that lets a link through, or one that appears behind the check's back."""
+    real, out = fill(tmp_path / "real", OLD), tmp_path / "out"
+    out.symlink_to(real)
+    make(out, check=lambda path: None)
+    assert names(tmp_path) == ["out", "real"] and not out.is_symlink()
+    assert read_all(out) == NEW and read_all(real) == OLD

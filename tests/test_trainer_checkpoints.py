@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from peft_sel import SELTrainer
+from peft_sel.checkpoint.staging import staged_folder
 from peft_sel.errors import CheckpointError
 
 
@@ -77,7 +80,21 @@ def test_writes_what_a_stock_trainer_writes(case: str, tmp_path: Path) -> None:
     assert_same_bits(ours.model.state_dict(), stock.model.state_dict())
 
 
-def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            CheckpointError,
+            r"{}: could not be written \(.*No space left on device\); nothing was left behind; free space",
+        ),
+        (ConnectionError("the hub is gone"), ConnectionError, "^the hub is gone$"),
+        (PermissionError(errno.EACCES, "Permission denied", "/other/file"), PermissionError, "/other/file"),
+    ],
+)
+def test_a_save_that_fails_leaves_no_checkpoint(
+    error: OSError, expected: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = run(SELTrainer, tmp_path, max_steps=2)
     before = list_files(tmp_path)
     trainer.state.global_step = 4
@@ -86,12 +103,12 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pyt
 
     def fail(*args: Any) -> None:
         written.extend(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("adapter_model.safetensors"))
-        raise OSError("no space")
+        raise error
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written \(no space\)"):
+    with pytest.raises(expected, match=message.format("checkpoint-4")):
         trainer._save_checkpoint(trainer.model, None)
-    with pytest.raises(CheckpointError, match=r"adapter: could not be written \(no space\)"):
+    with pytest.raises(expected, match=message.format("adapter")):
         trainer.save_model(str(tmp_path / "adapter"))
     assert any(".checkpoint-4.unfinished-" in path for path in written)
     assert any(".adapter.unfinished-" in path for path in written)
@@ -102,6 +119,46 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pyt
     trainer.save_model(str(tmp_path / "adapter"))  # into a folder that is there, as ever
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", "adapter"}
     assert (tmp_path / "adapter" / "training_args.bin").is_file()
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "file"])
+def test_only_a_folder_is_replaced(kind: str, tmp_path: Path) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    trainer = run(SELTrainer, run_dir, max_steps=1, save_steps=1)
+    checkpoint = run_dir / "checkpoint-1"
+    checkpoint.rename(other)
+    if kind == "file":
+        checkpoint.write_text("mine")
+    else:
+        checkpoint.symlink_to(other if kind == "link" else "nowhere")
+    before, files = list_files(tmp_path), {path: path.stat().st_mtime_ns for path in other.iterdir()}
+    with pytest.raises(CheckpointError, match="checkpoint-1: is a link or a file, and only a folder is ever replaced"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert list_files(tmp_path) == before and {path: path.stat().st_mtime_ns for path in other.iterdir()} == files
+    checkpoint.unlink()
+    trainer._save_checkpoint(trainer.model, None)
+    checkpoint.chmod(0o700)
+    trainer._save_checkpoint(trainer.model, None)
+    assert checkpoint.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in run_dir.iterdir()] == ["checkpoint-1"] and checkpoint.is_dir()
+
+
+def test_a_start_clears_what_killed_runs_left(tmp_path: Path) -> None:
+    for name in (".checkpoint-3.unfinished-01234567", ".checkpoint-8.unfinished-01234567", "checkpoint-9"):
+        (tmp_path / name / "half").mkdir(parents=True)
+    others = [".checkpoint-8.unfinished-0123", ".checkpoint-x.unfinished-01234567", ".other.unfinished-01234567"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".checkpoint-5.lock").touch()
+    (tmp_path / ".checkpoint-7.replaced-01234567").mkdir()
+    with staged_folder(tmp_path / "checkpoint-4") as alive, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = run(SELTrainer, tmp_path, max_steps=1, save_strategy="no")
+        assert trainer.state.global_step == 1 and alive.is_dir() and (tmp_path / ".checkpoint-4.lock").exists()
+    texts = [text for warning in said if "checkpoint-" in (text := str(warning.message))]
+    for text, step, message in zip(texts, (3, 7, 8), ("removed .checkpoint-3.", "put back", "removed"), strict=True):
+        assert f"checkpoint-{step}: {message}" in text
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "checkpoint-4", "checkpoint-7", "checkpoint-9"}
 
 
 def test_callbacks_and_pushes_see_the_finished_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

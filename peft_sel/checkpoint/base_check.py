@@ -26,7 +26,11 @@ class BaseCheck:
 
     def needs_base(self, module: str) -> bool:
         """Whether the base tensor that a key of Adapter.modules converts is to be read: to compare, or to invert it."""
-        return weight_key(module) in self._recorded or not self.adapter.config.train_raw
+        return self.has_record(module) or not self.adapter.config.train_raw
+
+    def has_record(self, module: str) -> bool:
+        """Whether there is something to compare the base tensor with that a key of Adapter.modules converts."""
+        return weight_key(module) in self._recorded
 
     def check(self, module: str, weight: Tensor | None) -> None:
         """Compare a base tensor.
@@ -55,7 +59,7 @@ class BaseCheck:
         Raises:
             OtherBaseError: If the adapter was made from other values.
         """
-        if weight_key(module) not in self._recorded or matrix is None:
+        if not self.has_record(module) or matrix is None:
             return
         recorded = choose_hashes(self._recorded[weight_key(module)], matrix.dtype)
         found = self._experts.setdefault(module, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peft_sel.checkpoint.adapter import Adapter, weight_key
+from peft_sel.checkpoint.adapter import Adapter, is_parameter, weight_key
 from peft_sel.checkpoint.base_check import BaseCheck
-from peft_sel.checkpoint.experts import rename_as_loaded
+from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
+from peft_sel.checkpoint.model_config import find_model_class
+from peft_sel.checkpoint.plan import match_names
 from peft_sel.checkpoint.shards import (
+    CONFIG_FILE,
     MODEL_FILE,
     CheckpointReader,
     TensorEntry,
@@ -22,8 +26,9 @@ from peft_sel.checkpoint.shards import (
     write_shard,
 )
 from peft_sel.checkpoint.staging import check_output, staged_folder
-from peft_sel.conversion import rebuild_weight
+from peft_sel.conversion import FLOAT_DTYPES, rebuild_weight
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError
+from peft_sel.untrusted import read_json
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SHARD_BYTES = 5_000_000_000
@@ -51,13 +56,34 @@ class _Weights:
         self.adapter, self.base, self.dtype = adapter, base, dtype
         self.check = BaseCheck(adapter, check_base)
         self.modules = {weight_key(module): module for module in adapter.modules}
-        self.in_base = {rename_as_loaded(key): key for key in base.entries} if base else {}
+        self.stacks = find_split_stacks(base.entries) if base else {}
+        self.in_base = self._find_in(base) if base else {}  # key -> what the base calls it
         self.entries = [TensorEntry(key, self._check(key), dtype, "") for key in self.modules]
         for key, saved in adapter.replacements.items():
             if ".token_adapter." in key:
                 problem = f"trains single rows of a weight ({key}), and the others are in the base"
                 raise CheckpointError(adapter.folder, problem, "merge it instead")
             self.entries.append(TensorEntry(key, adapter.reader.entries[saved].shape, dtype, ""))
+
+    def _find_in(self, base: CheckpointReader) -> dict[str, str]:
+        """Find the weights that are to be read from a base, where it has them, by the names that a merge knows."""
+        path = base.folder / CONFIG_FILE
+        config = read_json(path) if os.path.lexists(path) else {}
+        needed = [key for key, module in self.modules.items() if self.check.needs_base(module)]
+        check_layout(config, [key for key in needed if is_parameter(self.modules[key])], base.folder)
+        entries = {key: stack.entry for key, stack in self.stacks.items()} | base.entries
+        loaded = {rename_as_loaded(key): key for key in base.entries}
+        prefix = getattr(find_model_class(config), "base_model_prefix", "")
+        names = match_names(needed, entries.keys() | loaded.keys(), prefix)
+        homes = {key: loaded.get(name, name) for key, name in names.items()}
+        return {key: home for key, home in homes.items() if home in entries and entries[home].dtype in FLOAT_DTYPES}
+
+    def _read_base(self, base: CheckpointReader, key: str) -> Tensor:
+        """Return the weight of a base, put together if it is split on disk."""
+        home = self.in_base[key]
+        if home in base.entries:
+            return base.read(home)
+        return torch.stack([torch.cat([base.read(member) for member in group]) for group in self.stacks[home].keys])
 
     def _check(self, key: str) -> tuple[int, ...]:
         """Return the shape of a weight after checking that the adapter has all of it."""
@@ -66,11 +92,14 @@ class _Weights:
         if raw is not None:
             shape = self.adapter.reader.entries[raw].shape
         elif self.base is not None and key in self.in_base:
-            shape = self.base.entries[self.in_base[key]].shape
+            home = self.in_base[key]
+            shape = (self.base.entries[home] if home in self.base.entries else self.stacks[home].entry).shape
         else:
-            folder = self.adapter.folder if self.base is None else self.base.folder
+            folder, way_out = self.adapter.folder, "name the base checkpoint with base_dir (--base), or merge into it"
+            if self.base is not None:
+                folder, way_out = self.base.folder, "name the base checkpoint that the adapter was made from"
             problem = f"does not hold {key}, from whose values this adapter's weight is made"
-            raise CheckpointError(folder, problem, "name the base checkpoint with base_dir, or merge into it")
+            raise CheckpointError(folder, problem, way_out)
         self.adapter.check_parts(module, shape)
         return shape
 
@@ -88,8 +117,7 @@ class _Weights:
         if key not in self.modules:
             return self.adapter.reader.read(self.adapter.replacements[key]).to(dtype)
         module = self.modules[key]
-        dense = "raw" in self.adapter.modules[module]
-        base_weight = None if dense or self.base is None else self.base.read(self.in_base[key])
+        base_weight = self._read_base(self.base, key) if self.base is not None and key in self.in_base else None
         self.check.check(module, base_weight)
         parts = self.adapter.read_parts(module)
         return rebuild_weight(self.adapter.config, parts, dtype=dtype, base_weight=base_weight, name=key)
@@ -125,7 +153,8 @@ def export_weights(
         adapter_dir: Folder of the adapter.
         out_dir: Folder to create.
         dtype: Dtype of the result: bfloat16, float16 or float32.
-        base_dir: Folder of the base model; only an adapter with train_raw=False needs it.
+        base_dir: Folder of the base model, which only an adapter with train_raw=False needs; the weights of another are
+            compared with those that it holds.
         max_shard_bytes: Most bytes of tensor data per file.
         check_base: Refuse a base that the adapter was not made from, by the fingerprints that it records.
 

@@ -26,7 +26,7 @@ from peft_sel.checkpoint.shards import (
     CheckpointReader,
 )
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS, invert_at_start, rebuild_weight, resolve_beta
+from peft_sel.conversion import BIAS, FLOAT_DTYPES, invert_at_start, rebuild_weight, resolve_beta
 from peft_sel.errors import SELError, list_names, make_line
 from peft_sel.numerics import compute_dtype, expand_parts
 from peft_sel.shapes import to_matrix, vector_config
@@ -34,7 +34,6 @@ from peft_sel.structured import StructuredScale, transform_parts
 from peft_sel.targets import default_target_modules
 from peft_sel.untrusted import read_json
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Tables that are looked up, and output heads: targets only where someone asks for them.
 EMBEDDING = re.compile(r"(.*\.)?(\w*embed\w*|wte|wpe|lm_head|shared)")
 BLOCK_ROWS = 1024

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from peft_sel.checkpoint.adapter import Adapter
-from peft_sel.checkpoint.plan import WEIGHT_DTYPES, Plan
+from peft_sel.checkpoint.plan import Plan
 from peft_sel.checkpoint.shards import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -28,9 +27,11 @@ from peft_sel.checkpoint.shards import (
     write_text,
 )
 from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
+from peft_sel.conversion import FLOAT_DTYPES
 from peft_sel.errors import CheckpointError, ConfigError
 from peft_sel.untrusted import read_json
 
+BLOCK_BYTES = 1 << 20
 MAX_SIDE_BYTES = 1 << 30  # of one file beside the weights, so that one with a hole does not fill the disk
 
 
@@ -55,6 +56,17 @@ class MergeReport:
     out_dir: Path
 
 
+def _read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file of the base."""
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise CheckpointError(path, problem, "make it readable, or move it out of the folder") from error
+
+
 def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
     """Copy what lies beside the weights: tokenizer, generation config, chat templates, licence."""
     sources = [path for path in base_dir.iterdir() if is_copied(path.name)]
@@ -69,8 +81,9 @@ def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
             if path.stat().st_size > MAX_SIDE_BYTES:
                 problem = f"is larger than {MAX_SIDE_BYTES} bytes, and no file of weights"
                 raise CheckpointError(path, problem, "move it out of the folder")
-            with open(path, "rb") as source, open(out_dir / path.relative_to(base_dir), "xb") as target:
-                shutil.copyfileobj(source, target)
+            with open(out_dir / path.relative_to(base_dir), "xb") as target:
+                for block in _read_blocks(path):
+                    target.write(block)
 
 
 def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:
@@ -156,9 +169,9 @@ def merge_checkpoint(
     if not adapter_dirs:
         raise ConfigError("adapter_dir", adapter_dirs, "name at least one adapter to merge")
     out_dir, inputs = Path(out_dir), [Path(folder) for folder in (base_dir, *adapter_dirs)]
-    check_output(out_dir, overwrite, inputs)
-    if dtype is not None and dtype not in WEIGHT_DTYPES:
-        raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, WEIGHT_DTYPES))}")
+    check_output(out_dir, overwrite, inputs, "overwrite=True (--overwrite)")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise ConfigError("dtype", dtype, f"choose one of {', '.join(map(str, FLOAT_DTYPES))}")
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
     with CheckpointReader(base_dir) as base, ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -16,34 +17,45 @@ from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_
 from peft_sel.checkpoint.inspect import EMBEDDING
 from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
-from peft_sel.conversion import add_differences, rebuild_weight, wide_dtype
-from peft_sel.errors import BrokenMergeError, CheckpointError, list_names
+from peft_sel.conversion import FLOAT_DTYPES, add_differences, rebuild_weight, wide_dtype
+from peft_sel.errors import BrokenMergeError, CheckpointError, NonFiniteWeightError, OtherBaseError, list_names
 from peft_sel.untrusted import read_json
 
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+def match_names(names: list[str], known: Set[str], prefix: str) -> dict[str, str]:
+    """Find what a base calls the tensors of an adapter.
 
-def _resolve_names(names: list[str], known: set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
-    """Return adapter name -> base key: the names as they are, or all with the base model prefix added or removed."""
+    Args:
+        names: Names in the adapter's model.
+        known: Names in the base.
+        prefix: The base model prefix of its class, "" for none.
+
+    Returns:
+        Adapter name -> base key: the names as they are, or all with the prefix added or removed, whichever fits best.
+    """
     candidates = [{name: name for name in names}]
     if prefix:
         candidates.append({name: f"{prefix}.{name}" for name in names})
         candidates.append({name: name.removeprefix(f"{prefix}.") for name in names})
-    homeless = [[name for name, key in mapping.items() if key not in known] for mapping in candidates]
-    best = min(range(len(candidates)), key=lambda index: len(homeless[index]))
-    if homeless[best]:
+    return max(candidates, key=lambda mapping: sum(key in known for key in mapping.values()))
+
+
+def _resolve_names(names: list[str], known: Set[str], prefix: str, adapter_dir: Path, base_dir: Path) -> dict[str, str]:
+    """Return adapter name -> base key as match_names does, or raise unless the base has every one."""
+    keys = match_names(names, known, prefix)
+    homeless = [name for name, key in keys.items() if key not in known]
+    if homeless:
         raise CheckpointError(
             adapter_dir,
-            f"{len(homeless[best])} of its {len(names)} tensors have no counterpart in {base_dir}: "
-            f"{list_names(homeless[best])}",
+            f"{len(homeless)} of its {len(names)} tensors have no counterpart in {base_dir}: {list_names(homeless)}",
             "merge into the checkpoint that the adapter was made from (with a newly added head: save that model first)",
         )
-    return candidates[best]
+    return keys
 
 
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds no NaN and no infinity, in one pass and without a mask of its size."""
-    if tensor.dtype not in WEIGHT_DTYPES or tensor.numel() == 0:
+    if tensor.dtype not in FLOAT_DTYPES or tensor.numel() == 0:
         return True
     return all(bool(torch.isfinite(end)) for end in tensor.aminmax())
 
@@ -96,6 +108,8 @@ class Plan:
         }
         self._last: tuple[tuple[str, int, torch.dtype], Tensor] | None = None
         self._check_tying(pairs)
+        for adapter in adapters:
+            self._check_smallest(adapter)
         self._update_config()
 
     def _add_adapter(self, adapter: Adapter) -> None:
@@ -156,7 +170,7 @@ class Plan:
             raise CheckpointError(adapter.folder, f"holds {list_names(twice)} twice over", "save the adapter again")
         for key, module in modules.items():
             entry = self._base_entry(key)
-            if entry.dtype not in WEIGHT_DTYPES:
+            if entry.dtype not in FLOAT_DTYPES:
                 raise CheckpointError(
                     self.base.folder, f"{key} is stored as {entry.dtype}", "merge into an unquantized copy of the model"
                 )
@@ -169,7 +183,7 @@ class Plan:
         entry, found = self._base_entry(key), adapter.reader.entries[saved]
         if found.shape != entry.shape:
             raise shape_error(adapter.folder, saved, found.shape, key, entry.shape)
-        if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*WEIGHT_DTYPES}:
+        if found.dtype != entry.dtype and not {found.dtype, entry.dtype} <= {*FLOAT_DTYPES}:
             problem = f"{saved} is {found.dtype} and in the base {entry.dtype}"
             raise CheckpointError(adapter.folder, problem, "save it again")
 
@@ -184,6 +198,36 @@ class Plan:
                     f"its copy of the base weight {key} differs from the one in {self.base.folder}",
                     "merge into the checkpoint that the adapter was made from",
                 )
+
+    def _check_smallest(self, adapter: Adapter) -> None:
+        """Compare one tensor of the base with what an adapter was made from, at once and not late in a long merge."""
+        check = self.checks[adapter]
+        pairs = [
+            (key, module)
+            for key, sources in self.folded.items()
+            for source, module in sources
+            if source is adapter and check.has_record(module)
+        ]
+
+        def rank(pair: tuple[str, str]) -> tuple[bool, int]:
+            shape = self._base_entry(pair[0]).shape
+            return len(shape) < 2, math.prod(shape)  # biases last: many models have the same ones, of zeros
+
+        for key, module in [min(pairs, key=rank)] if pairs else []:
+            for expert in range(len(self.stacks[key].keys)) if key in self.stacks else (None,):
+                self._check_base(adapter, module, key, expert, self._read_base(key, expert))
+
+    def _check_base(self, adapter: Adapter, module: str, key: str, expert: int | None, weight: Tensor) -> None:
+        """Raise unless a weight of the base, or one matrix of a stack, is what an adapter was made from."""
+        try:
+            if expert is None:
+                self.checks[adapter].check(module, weight)
+            else:
+                self.checks[adapter].check_expert(module, expert, len(self.stacks[key].keys), weight)
+        except OtherBaseError as error:
+            if adapter.config.train_raw or _is_finite(weight):
+                raise
+            raise NonFiniteWeightError(key, int((~torch.isfinite(weight)).sum())) from error
 
     def _check_conflicts(self, adapter: Adapter, modules: Set[str], replaced: Set[str]) -> None:
         """Raise if an adapter and one before it replace the same tensor, or one replaces what the other converts."""
@@ -210,7 +254,7 @@ class Plan:
         entries = []
         followers = {source: tied for tied, source in self.untied.items()}
         for entry in self.base.entries.values():
-            dtype = self.dtype if self.dtype and entry.dtype in WEIGHT_DTYPES else entry.dtype
+            dtype = self.dtype if self.dtype and entry.dtype in FLOAT_DTYPES else entry.dtype
             entries.append(dataclasses.replace(entry, dtype=dtype))
             if entry.name in followers:
                 entries.append(dataclasses.replace(entries[-1], name=followers[entry.name]))
@@ -261,13 +305,10 @@ class Plan:
         name = key if expert is None else f"{key}[{expert}]"
 
         def fold(adapter: Adapter, module: str, dtype: torch.dtype) -> Tensor:
+            if base_weight is not None:
+                self._check_base(adapter, module, key, expert, base_weight)
             parts = adapter.read_parts(module) if expert is None else adapter.read_expert(module, expert)
-            weight = rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
-            if expert is None:
-                self.checks[adapter].check(module, base_weight)
-            else:
-                self.checks[adapter].check_expert(module, expert, len(self.stacks[key].keys), base_weight)
-            return weight
+            return rebuild_weight(adapter.config, parts, dtype=dtype, base_weight=base_weight, name=name)
 
         if base_weight is None or len(sources) == 1:
             return fold(*sources[0], dtype)

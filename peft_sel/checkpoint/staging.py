@@ -36,16 +36,18 @@ CHECKPOINT_FILES = re.compile(
     r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
 LOCK_TRIES = 20
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which only a write can meet
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
-def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] = ()) -> None:
+def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] = (), option: str = "") -> None:
     """Raise unless an output folder may be made.
 
     Args:
         out_dir: The folder.
         overwrite: Whether it may be there, as a folder with a checkpoint and nothing else.
         inputs: Folders that it may neither be nor hold. What a merge copies from the first may be in a checkpoint.
+        option: What the caller can be told to replace out_dir, if anything.
 
     Raises:
         OutputExistsError: If it exists and overwrite is False.
@@ -54,7 +56,7 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     if not os.path.lexists(out_dir):
         return
     if not overwrite:
-        raise OutputExistsError(out_dir)
+        raise OutputExistsError(out_dir, option)
     if out_dir.is_symlink() or not out_dir.is_dir():
         raise _not_replaceable(out_dir, "a symbolic link" if out_dir.is_symlink() else "not a folder")
     for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
@@ -128,6 +130,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+def _is_of_output(error: OSError, folder: Path) -> bool:
+    """Return whether an error of the code that fills a folder is about the folder, as far as it tells."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes, os.PathLike))]
+    return error.errno in OUTPUT_ERRORS or any(Path(os.fsdecode(name)).is_relative_to(folder) for name in names)
 
 
 class _Output:
@@ -233,6 +241,13 @@ class _Output:
         name = rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}"
         return bool(re.fullmatch(name, path.name)) and path.is_dir() and not path.is_symlink()
 
+    def keep_modes(self) -> None:
+        """Give the staged folder, and the files in it that replace others, the permissions of what they replace."""
+        for path in [self.staging, *self.staging.rglob("*")] if self.path.is_dir() else []:
+            old = self.path / path.relative_to(self.staging)
+            if not path.is_symlink() and not old.is_symlink() and path.is_dir() == old.is_dir() and old.exists():
+                shutil.copymode(old, path)
+
     def commit(self, replace: bool, parents: Sequence[Path]) -> None:
         """Give the staged folder the output's name, for good; an old output takes the name of the staged folder."""
         if replace:
@@ -272,7 +287,37 @@ class _Output:
                 os.rename(self.aside, self.staging)
             else:  # someone made the output between the two: the next run tells of the old one
                 return
+        if self.staging.is_symlink():  # which had the output's name for a moment
+            self.staging.unlink()
         shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def require_folder(out_dir: Path) -> None:
+    """Raise unless what is to be replaced, whatever is in it, is a folder.
+
+    Args:
+        out_dir: It exists.
+
+    Raises:
+        CheckpointError: If it is a file or a link.
+    """
+    if out_dir.is_symlink() or not out_dir.is_dir():
+        raise CheckpointError(out_dir, "is a link or a file, and only a folder is ever replaced", "name another one")
+
+
+def clear_leftovers(folder: Path, pattern: str) -> None:
+    """Put back or remove what dead processes left of outputs in a folder, and say so; living ones keep theirs.
+
+    Args:
+        folder: The folder; it need not be there.
+        pattern: Regular expression of the outputs' names.
+    """
+    hidden = re.compile(rf"\.({pattern})\.((unfinished|replaced)-[0-9a-f]{{8}}|lock)")
+    matches = map(hidden.fullmatch, os.listdir(folder) if folder.is_dir() else [])
+    for name in sorted({match[1] for match in matches if match}):
+        output = _Output(folder / name)
+        with suppress(CheckpointError, OSError), output.lock():
+            output.clear()
 
 
 @contextmanager
@@ -300,9 +345,9 @@ def staged_folder(
     Raises:
         OutputExistsError: If out_dir exists, or appears meanwhile, and overwrite is False.
         CheckpointError: If another process is writing out_dir now, if it is nothing that overwrite may replace, or if
-            it cannot be written.
+            it cannot be written. Other errors of the code that fills it, such as a lost connection, pass as they are.
     """
-    output = _Output(out_dir)
+    output, is_filling = _Output(out_dir), False
 
     def check_existing() -> None:
         if check is None:
@@ -316,9 +361,12 @@ def staged_folder(
         with output.lock():
             output.clear()
             check_existing()
-            os.mkdir(output.staging)
+            os.mkdir(output.staging, 0o700 if os.path.lexists(out_dir) else 0o777)
             try:
+                is_filling = True
                 yield output.staging
+                is_filling = False
+                output.keep_modes()
                 _sync_tree(output.staging)
                 check_existing()
                 output.commit(os.path.lexists(out_dir), [output.path.parent, *(made.parent for made in parents)])
@@ -328,7 +376,7 @@ def staged_folder(
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and (not is_filling or _is_of_output(error, output.staging)):
             raise CheckpointError(
                 out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
             ) from error
