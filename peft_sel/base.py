@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
-from peft_sel.numerics import fingerprint_weight, matches_fingerprint
+from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
 
 
 class BaseWeightLayer(BaseTunerLayer):
@@ -79,6 +79,18 @@ class BaseWeightLayer(BaseTunerLayer):
             value = fingerprint_weight(weight, stacked)
         if value:
             self.base_fingerprint[adapter] = value
+
+    def keep_record(self, adapter: str, recorded: str | None) -> None:
+        """Keep the fingerprint that came with the tensors of an adapter, unless the base weight has another.
+
+        Args:
+            adapter: Name of the adapter.
+            recorded: What its file says of the base weight; None for nothing.
+        """
+        if not recorded or adapter not in self.sel_config:
+            return
+        if fingerprints_agree(self.base_fingerprint.get(adapter, recorded), recorded):
+            self.base_fingerprint[adapter] = recorded
 
     @property
     def base_is_away(self) -> bool:

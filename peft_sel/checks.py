@@ -21,6 +21,7 @@ from peft_sel.errors import (
     list_names,
 )
 from peft_sel.layer import SELLayer
+from peft_sel.numerics import fingerprints_agree
 from peft_sel.removal import iter_sel_layers
 from peft_sel.shapes import vector_config
 from peft_sel.structured import check_sign
@@ -73,22 +74,26 @@ def check_saved(
             raise ConfigError("beta", value.tolist(), f"{key} must be positive and finite; the adapter file is broken")
 
 
-def check_base(layers: Iterable[SELLayer], adapter_name: str, config: SELConfig) -> None:
+def check_base(layers: Iterable[SELLayer], adapter_name: str, config: SELConfig, saved: SELConfig) -> None:
     """Raise if a saved adapter meets another base than it was made from.
 
     Args:
         layers: The layers of the model.
         adapter_name: Name of the adapter.
-        config: Its configuration, which holds the fingerprints of its base; without them nothing is checked.
+        config: Its configuration in the model, which says whether to check.
+        saved: That beside its tensors, which holds the fingerprints of its base; without them nothing is checked.
 
     Raises:
         OtherBaseError: If so, naming the first weight that differs.
     """
     for layer in layers if config.check_base else ():
-        recorded = config.base_fingerprint.get(layer.fingerprint_name)
-        if recorded and layer.base_fingerprint.get(adapter_name, recorded) != recorded:
-            way_out = "pass check_base=False to PeftModel.from_pretrained to load it all the same"
-            made_from = config.base_model_name_or_path
+        recorded = saved.base_fingerprint.get(layer.fingerprint_name)
+        if recorded and not fingerprints_agree(layer.base_fingerprint.get(adapter_name, recorded), recorded):
+            way_out = (
+                "pass check_base=False to PeftModel.from_pretrained, or to the SELConfig of an adapter that is loaded "
+                "over, to load it all the same"
+            )
+            made_from = saved.base_model_name_or_path
             raise OtherBaseError(repr(adapter_name), layer.fingerprint_name, made_from, config.train_raw, way_out)
 
 

@@ -115,7 +115,7 @@ class SELConfig(PeftConfig):
         format_version: Set by itself: the format of the saved tensors, which rises whenever what they mean changes. A
             field that is not known is PEFT's to warn about and leave out: it cannot change what they mean.
         base_fingerprint: Set by itself when the adapter is saved: {weight: hashes of its values in the base}.
-        check_base: False loads the adapter onto another base than it was made from; not saved.
+        check_base: False loads the adapter onto another base than it was made from, or over this one; not saved.
 
     Raises:
         ConfigError: If a value is unknown or cannot work.

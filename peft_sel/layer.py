@@ -373,6 +373,16 @@ class SELLayer(BaseWeightLayer):
         device, _ = super()._get_base_layer_device_and_dtype(base_layer)
         return device, None
 
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move what low_cpu_mem_usage put in place to the base layer's device, and out of the file that held it."""
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        for tensor in self._tensors(adapter_name):
+            if tensor.device.type == "cpu":  # perhaps mapped: cutting the file later would end the process
+                tensor.data = tensor.data.clone()
+        for buffers in (self.symexplin_beta, self.symexplin_transposed):
+            if adapter_name in buffers:
+                buffers[adapter_name] = buffers[adapter_name].clone()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Apply device moves to everything, but dtype casts to the base layer only."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import peft.peft_model
@@ -18,6 +17,7 @@ from peft_sel.model import SELModel
 
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
 PEFT_TYPE_NAME = "SYMEXPLIN"
+READER_MARK = "reads_sel_adapters"  # an attribute of the function that reads them
 
 
 def add_peft_type(name: str) -> None:
@@ -44,27 +44,30 @@ def register() -> None:
         )
 
 
-def extend_loading(read: Callable[[Path, dict[str, str] | None], dict[str, Tensor] | None]) -> None:
-    """Let PEFT read the adapters of local folders through a function of ours; a second call does nothing.
+def extend_loading(read: Callable[..., dict[str, Tensor] | None]) -> None:
+    """Let PEFT read SEL adapters through a function of ours; a second call does nothing.
 
-    PEFT looks for one file by its name, and reads it to the first GPU beside the model. Ours also reads shards, and
-    maps them into memory, from where load_state_dict copies each tensor to its place.
+    PEFT looks for one file by its name, pickled if there is no other, and reads it to the first GPU beside the model.
+    Ours never opens a pickled one, also reads shards, and maps them into memory, from where load_state_dict copies
+    each tensor to its place.
 
     Args:
-        read: Takes a folder and PEFT's key_mapping; None where the folder is not for it, which then goes PEFT's way.
+        read: Takes folder or hub id, device, PEFT's key_mapping, and a dictionary of options for the hub; returns None
+            for what is no SEL adapter, which then goes PEFT's way.
     """
     stock = peft.peft_model.load_peft_weights
-    if hasattr(stock, "__wrapped__"):
+    if hasattr(stock, READER_MARK):
         return
 
     @wraps(stock)
     def load_peft_weights(
         model_id: str, device: Any = None, key_mapping: dict[str, str] | None = None, **options: Any
     ) -> dict[str, Tensor]:
-        found = read(Path(model_id, options.get("subfolder") or ""), key_mapping)
+        found = read(model_id, device, key_mapping, options)
         if found is not None:
             return found
         tensors: dict[str, Tensor] = stock(model_id, device=device, key_mapping=key_mapping, **options)
         return tensors
 
+    setattr(load_peft_weights, READER_MARK, True)
     peft.peft_model.load_peft_weights = load_peft_weights

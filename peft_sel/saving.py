@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import shutil
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.utils import get_peft_model_state_dict
+from huggingface_hub import snapshot_download
+from peft import PeftConfig, PeftModel
+from peft.utils import get_peft_model_state_dict, infer_device
 from torch import Tensor
 
 from peft_sel.adapter_files import CARD_FILE, INDEX_NAME, UNFINISHED
@@ -27,8 +29,9 @@ from peft_sel.checkpoint.shards import (
 )
 from peft_sel.checkpoint.staging import require_folder, staged_folder
 from peft_sel.config import SELConfig
+from peft_sel.conversion import PREFIX
 from peft_sel.errors import AdapterStateError, CheckpointError, ConfigError, OutputExistsError, list_names
-from peft_sel.untrusted import read_json
+from peft_sel.state import SavedTensors
 
 MAX_SHARD_BYTES = 50_000_000_000  # what the hub takes as one file
 ADAPTER_NAMES = re.compile(r"adapter_model.*\.(safetensors|bin|index\.json)|adapter_config\.json")
@@ -137,25 +140,60 @@ def _write_config(model: PeftModel, config: SELConfig, folder: Path) -> None:
     saved.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
 
 
-def read_adapter(folder: Path, key_mapping: dict[str, str] | None = None) -> dict[str, Tensor] | None:
+def read_adapter(
+    model_id: str | Path, device: Any, key_mapping: dict[str, str] | None, options: dict[str, Any]
+) -> SavedTensors | None:
     """Read the tensors of a SEL adapter, mapped from its files, for PEFT to copy into a model.
 
+    What is not SEL's own, such as modules_to_save, is copied to the device: PEFT may put it into the model as it is.
+
     Args:
-        folder: Perhaps an adapter's folder.
+        model_id: An adapter's folder, or its id on the hub.
+        device: Where PEFT wants the tensors; None for its choice.
         key_mapping: PEFT's: pattern -> replacement, of which the first that is found in a key changes it.
+        options: Keyword arguments of hf_hub_download, subfolder among them.
 
     Returns:
-        The tensors by key; None if it is not the folder of a SEL adapter in safetensors files.
+        The tensors by key, and the configuration beside them; None if it is not a SEL adapter.
 
     Raises:
-        CheckpointError: If the files are truncated, corrupt or contradict the index.
+        CheckpointError: If the files are truncated, corrupt or contradict the index, or none is in safetensors.
     """
-    path = folder / ADAPTER_CONFIG_FILE
-    is_there = path.is_file() and any((folder / name).is_file() for name in (ADAPTER_FILE, INDEX_NAME))
-    if not is_there or read_json(path).get("peft_type") != "SYMEXPLIN":
+    if (folder := _find_folder(model_id, options)) is None:
         return None
+    config = SELConfig.from_pretrained(str(folder))
+    tensors: dict[str, Tensor] = {}
     with CheckpointReader(folder, ADAPTER_FILE) as reader:
-        return {_rename(name, key_mapping or {}): reader.read(name) for name in reader.entries}
+        for name in reader.entries:
+            tensor = reader.read(name)
+            if f".{PREFIX}" not in name:
+                tensor = tensor.to(infer_device() if device is None else device, copy=True)
+            tensors[_rename(name, key_mapping or {})] = tensor
+    return SavedTensors(tensors, config)
+
+
+def _find_folder(model_id: str | Path, options: dict[str, Any]) -> Path | None:
+    """Return the folder of a SEL adapter, fetched if it is on the hub; None for what PEFT knows better how to read."""
+    subfolder = options.get("subfolder") or ""
+    folder = Path(model_id, subfolder)
+    if folder.is_dir() and not (folder / ADAPTER_CONFIG_FILE).is_file():
+        return None
+    try:
+        kind = PeftConfig._get_peft_type(str(model_id), **options)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    if kind != "SYMEXPLIN":
+        return None
+    if folder.is_dir():
+        return folder
+    names = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_NAME, "adapter_model-*.safetensors")
+    known = inspect.signature(snapshot_download).parameters
+    fetched = snapshot_download(
+        str(model_id),
+        allow_patterns=[Path(subfolder, name).as_posix() for name in names],
+        **{name: value for name, value in options.items() if name in known},
+    )
+    return Path(fetched, subfolder)
 
 
 def _rename(key: str, key_mapping: dict[str, str]) -> str:

@@ -9,9 +9,27 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
 from peft_sel.checks import check_base, check_multipliers, check_saved
+from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
 from peft_sel.errors import OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
+
+
+class SavedTensors(dict[str, Tensor]):
+    """The tensors in an adapter's folder, by key, and the configuration beside them, which PEFT's copy keeps.
+
+    Args:
+        tensors: The tensors.
+        config: The configuration; the model's own is another where the adapter's name is taken, as when resuming.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], config: SELConfig) -> None:
+        super().__init__(tensors)
+        self.config = config
+
+    def copy(self) -> SavedTensors:
+        """Copy the dictionary, not the tensors."""
+        return SavedTensors(self, self.config)
 
 
 class SavedTuner(BaseTuner):
@@ -52,6 +70,7 @@ class SavedTuner(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
+        saved = state_dict.config if isinstance(state_dict, SavedTensors) else config
         mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
@@ -64,7 +83,7 @@ class SavedTuner(BaseTuner):
             )
             for layer in iter_sel_layers(model):
                 layer.check_base_is_finite(adapter_name)
-            check_base(iter_sel_layers(model), adapter_name, config)
+            check_base(iter_sel_layers(model), adapter_name, config, saved)
         except SELError:
             layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):
@@ -76,5 +95,6 @@ class SavedTuner(BaseTuner):
                     remove_adapter(model, adapter_name)
             raise
         for layer in iter_sel_layers(model):
+            layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
         return mapped

@@ -4,6 +4,7 @@ from peft_sel.numerics.curvature import auto_beta, width_beta
 from peft_sel.numerics.fingerprint import (
     choose_hashes,
     fingerprint_weight,
+    fingerprints_agree,
     hash_stack,
     hash_weight,
     is_fingerprint,
@@ -59,6 +60,7 @@ __all__ = [
     "expand_parts",
     "find_magnitudes",
     "fingerprint_weight",
+    "fingerprints_agree",
     "hash_stack",
     "hash_weight",
     "init_parts",

@@ -67,6 +67,20 @@ def choose_hashes(recorded: str, dtype: torch.dtype) -> dict[str, str]:
     return {name: hashes[name] for name in (_own_precision(dtype), next(iter(hashes))) if name in hashes}
 
 
+def fingerprints_agree(first: str, second: str) -> bool:
+    """Whether two fingerprints are of the same weight, or of one and a rounding of it.
+
+    Args:
+        first: What fingerprint_weight returned.
+        second: What it returned elsewhere.
+
+    Returns:
+        Whether matches_fingerprint would find one's weight to be the other's.
+    """
+    hashes, others = (dict(entry.split(":") for entry in text.split()) for text in (first, second))
+    return any(name in hashes and hashes[name] == others.get(name) for name in (next(iter(hashes)), next(iter(others))))
+
+
 def is_fingerprint(text: object) -> bool:
     """Whether an object is a text that fingerprint_weight could have returned."""
     if not isinstance(text, str) or not text:
