@@ -207,6 +207,13 @@ class CheckpointError(SELError):
         super().__init__(f"{path}: {problem}; {way_out}")
 
 
+class DataFileError(SELError):
+    """A text to train on cannot be read."""
+
+    def __init__(self, where: str | Path, problem: str, way_out: str) -> None:
+        super().__init__(f"{where}: {problem}; {way_out}")
+
+
 class OutputExistsError(SELError):
     """The output folder is already there."""
 

@@ -42,11 +42,13 @@ from peft_sel.conversion import PREFIX
 from peft_sel.data import load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, list_names
 from peft_sel.recipe import BASE_FOLDER, ModelSection, Recipe
+from peft_sel.streams import BlockStream
 from peft_sel.training import SELTrainer
 
 CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*.safetensors*")
 BYTES = "bytes"  # a tokenizer that needs no file
+MARKS_FILE = "stream_marks.jsonl"  # in output_dir, for resuming a job that streams its text
 BASE_SEED = 1_000_003  # keeps the random model's numbers apart from those that the conversion draws
 LOGGED = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 
@@ -244,7 +246,29 @@ class JobProgress(TrainerCallback):
             tqdm.write(f"   {step}{figures}")
 
 
-def make_trainer(recipe: Recipe, model: nn.Module, train: Dataset, held_out: Dataset | None) -> SELTrainer:
+class StreamEntry(TrainerCallback):
+    """Tells a stream how many blocks Trainer will discard when it resumes.
+
+    Args:
+        stream: The training blocks.
+    """
+
+    def __init__(self, stream: BlockStream) -> None:
+        self.stream = stream
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the blocks of the steps that are done."""
+        batch = state.train_batch_size or args.train_batch_size
+        batches = state.global_step * args.gradient_accumulation_steps
+        processes = 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size
+        self.stream.discard(0 if args.ignore_data_skip else batches * batch * processes)
+
+
+def make_trainer(
+    recipe: Recipe, model: nn.Module, train: Dataset | BlockStream, held_out: Dataset | None
+) -> SELTrainer:
     """Build the trainer of a recipe, with short logs.
 
     Args:
@@ -256,13 +280,17 @@ def make_trainer(recipe: Recipe, model: nn.Module, train: Dataset, held_out: Dat
     Returns:
         The trainer.
     """
+    callbacks: list[TrainerCallback] = [JobProgress()]
+    if isinstance(train, BlockStream):
+        train.keep_marks(recipe.output_dir / MARKS_FILE, writes=recipe.training.should_save)
+        callbacks.append(StreamEntry(train))
     trainer = SELTrainer(
         model=model,
         args=recipe.training,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=default_data_collator,
-        callbacks=[JobProgress()],
+        callbacks=callbacks,
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -333,7 +361,7 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Take a folder away again if the block fails before anything but the random model is written into it.
+    """Take a folder away again if the block fails before more than the random model and marks is written into it.
 
     Args:
         folder: The folder that the block fills.
@@ -341,8 +369,9 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if folder.is_dir() and [path.name for path in folder.iterdir()] == [BASE_FOLDER]:
-            shutil.rmtree(folder / BASE_FOLDER)
+        if folder.is_dir() and {path.name for path in folder.iterdir()} <= {BASE_FOLDER, MARKS_FILE}:
+            shutil.rmtree(folder / BASE_FOLDER, ignore_errors=True)
+            (folder / MARKS_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
         raise
