@@ -121,7 +121,9 @@ class FileSource:
                             number += 1
                             if number > skip:
                                 yield number, list(self.content.cut(value, f"{path}, row {number}"))
-        except pyarrow.ArrowException as error:
+        except Exception as error:  # narrower names are gone when the interpreter ends and closes a generator
+            if not isinstance(error, pyarrow.ArrowException):
+                raise
             raise DataFileError(path, f"is not whole parquet ({error})", "write or fetch it again") from error
 
 
@@ -178,9 +180,9 @@ class DatasetSource:
                 documents += 1
                 pieces = list(self.content.cut(row[self.content.column][0], f"{self.name}, document {documents}"))
                 yield pieces, {"rows": rows.state_dict(), "documents": documents}
-        except SELError:
-            raise
-        except (OSError, ValueError, RuntimeError, pyarrow.ArrowException) as error:
+        except Exception as error:  # a dataset's files and their reading fail in many ways
+            if isinstance(error, SELError):
+                raise
             problem = f"cannot be read behind document {documents} ({error})"
             raise DataFileError(self.name, problem, "see whether it is whole, and the connection") from error
 

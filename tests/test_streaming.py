@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import processes
 import pytest
 import torch
 from datasets import Dataset
@@ -296,6 +297,40 @@ def test_resumed_job_equals_the_straight_one(workers: int, tmp_path: Path, monke
 
 
 discard = BlockStream.discard
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+def test_two_processes_share_the_blocks_of_one(tmp_path: Path) -> None:
+    documents = make_documents(12)
+    write_documents(tmp_path / "text.jsonl", documents)
+    processes.launch(Path(__file__).parent / "stream_worker.py", tmp_path)
+    number = len(expected_blocks(documents))
+    for found in json.loads((tmp_path / "found.json").read_text()):
+        one, two = found["ranks"]
+        assert len(one) == len(two) == found["batches"] and 4 * len(one) > number + 10  # into the second pass
+        stream, _ = open_stream(files=str(tmp_path / "text.jsonl"), shuffle_blocks=5)
+        together = [block for both in zip(one, two, strict=True) for batch in both for block in batch]
+        assert together == take(stream, 4 * found["first"] + len(together))[4 * found["first"] :]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("close_marks")
+def test_two_processes_resume_as_one_trains(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base")
+    write_documents(tmp_path / "text.jsonl", make_documents(8))
+    training = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "use_cpu": True}
+    file = write_recipe(tmp_path, training=training, data={"streaming": True, "sequence_length": LENGTH})
+    run_job(load_recipe(file, [f"output_dir={tmp_path / 'one'}", "training.per_device_train_batch_size=4"]))
+    command = ["-m", "peft_sel.cli", "train", str(file), "--set"]
+    processes.launch(*command, f"output_dir={tmp_path / 'two'}")
+    shutil.copytree(tmp_path / "two", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "adapter")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-8")
+    processes.launch(*command, f"output_dir={tmp_path / 'again'}", "--set", "training.resume_from_checkpoint=true")
+    one, two, again = (read_losses(tmp_path / name) for name in ("one", "two", "again"))
+    assert two == again and two == pytest.approx(one, rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
