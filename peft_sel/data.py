@@ -199,11 +199,14 @@ def open_source(section: DataSection, content: Content) -> Source:
         Documents to stream.
 
     Raises:
-        ConfigError: If there is no such dataset.
+        ConfigError: If there is no such dataset, or a column is named in text files.
     """
     if section.dataset is None:
         files = section.find_files()
-        return FileSource(files, _kind(files[0]), content, section.max_documents)
+        kind = _kind(files[0])
+        if kind == "text":
+            content.require_in(["text"], "a text file")
+        return FileSource(files, kind, content, section.max_documents)
     if section.dataset == PYDOC_TOPICS:
         rows = Dataset.from_list(read_pydoc_topics()).to_iterable_dataset()
     else:

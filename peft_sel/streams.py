@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
+import fsspec.asyn
 import pyarrow
 import torch
 from pyarrow import parquet
@@ -171,6 +172,8 @@ class DatasetSource:
         rows, documents = self.rows.with_format(None), place["documents"] if place else 0  # a copy without a state
         if place:
             rows.load_state_dict(place["rows"])
+        if get_worker_info() is not None:
+            fsspec.asyn.reset_lock()  # a forked process would wait for the event loop of its parent
         try:
             for row in rows.iter(batch_size=1):  # in a worker, plain iteration would leave files to the other workers
                 if documents == self.max_documents:

@@ -202,6 +202,8 @@ def test_shuffled_blocks_are_those_of_each_lot_in_another_order(tmp_path: Path) 
         for start in range(0, len(blocks), 50):
             assert sorted(read[start : start + 50]) == sorted(blocks[start : start + 50])
         assert read[:50] != blocks[:50]
+        places = [[blocks.index(block) - start for block in read[start : start + 50]] for start in (0, 50)]
+        assert places[0] != places[1]
     assert first != second and orders[0] == orders[1] != orders[2]
 
 
@@ -273,7 +275,7 @@ def read_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.usefixtures("close_marks")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resumed_job_equals_the_straight_one(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "base")
     write_documents(tmp_path / "text.jsonl", make_documents(8))  # 60 blocks: the job goes over them twice
@@ -421,6 +423,12 @@ def test_a_dataset_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         take(stream, 100_000)
     with pytest.raises(ConfigError, match=r"text_column='body': there is no such column; .*set has text"):
         open_stream(dataset=str(tmp_path / "set"), text_column="body")
+
+
+def test_a_text_file_has_no_other_column(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a " * 50)
+    with pytest.raises(ConfigError, match=r"messages_column='chat': there is no such column; a text file has text"):
+        open_stream(files=str(tmp_path / "a.txt"), messages_column="chat")
 
 
 @pytest.mark.parametrize("documents", [[], [""], ["short"]])
