@@ -250,20 +250,24 @@ class StreamEntry(TrainerCallback):
     """Tells a stream how many blocks Trainer will discard when it resumes.
 
     Args:
-        stream: The training blocks.
+        trainer: The trainer.
+        stream: Its training blocks.
     """
 
-    def __init__(self, stream: BlockStream) -> None:
-        self.stream = stream
+    def __init__(self, trainer: SELTrainer, stream: BlockStream) -> None:
+        self.trainer, self.stream = trainer, stream
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the blocks of the steps that are done."""
-        batch = state.train_batch_size or args.train_batch_size
-        batches = state.global_step * args.gradient_accumulation_steps
-        processes = 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size
-        self.stream.discard(0 if args.ignore_data_skip else batches * batch * processes)
+        """Count the blocks of the steps that are done, by the batch size of this run: so does Trainer."""
+        blocks = self.trainer.get_total_train_batch_size(args)  # of an optimizer step, of all processes
+        if getattr(args.accelerator_config, "split_batches", False):
+            blocks = self.trainer._train_batch_size * args.gradient_accumulation_steps
+        skips = (
+            not args.ignore_data_skip and state.global_step < state.max_steps
+        )  # else Trainer starts at the first block
+        self.stream.discard(state.global_step * blocks if skips else 0)
 
 
 def make_trainer(
@@ -280,20 +284,19 @@ def make_trainer(
     Returns:
         The trainer.
     """
-    callbacks: list[TrainerCallback] = [JobProgress()]
-    if isinstance(train, BlockStream):
-        train.keep_marks(recipe.output_dir / MARKS_FILE, writes=recipe.training.should_save)
-        callbacks.append(StreamEntry(train))
     trainer = SELTrainer(
         model=model,
         args=recipe.training,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=default_data_collator,
-        callbacks=callbacks,
+        callbacks=[JobProgress()],
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    if isinstance(train, BlockStream):
+        train.keep_marks(recipe.output_dir / MARKS_FILE, writes=recipe.training.should_save)
+        trainer.add_callback(StreamEntry(trainer, train))
     return trainer
 
 

@@ -294,6 +294,11 @@ def test_resumed_job_equals_the_straight_one(workers: int, tmp_path: Path, monke
     assert discarded == [5 * 3 * 4]
     assert len(read_losses(tmp_path / "straight")) == 8
     assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "straight")
+    again = [f"output_dir={tmp_path / 'again'}", f"training.resume_from_checkpoint={tmp_path / 'resumed/checkpoint-5'}"]
+    run_job(load_recipe(file, [*again, "training.max_steps=6", "training.per_device_train_batch_size=1"]))
+    finished = [*again, f"training.resume_from_checkpoint={tmp_path / 'straight/checkpoint-8'}"]
+    run_job(load_recipe(file, [*batch, *finished, f"output_dir={tmp_path / 'finished'}"]))
+    assert discarded == [5 * 3 * 4, 5 * 3 * 1, 0]  # what the Trainer of each run skips, no block more
     one, two = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("straight", "resumed"))
     assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())
 
