@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from peft_sel import packing
-from peft_sel.errors import DataFileError, SELError
+from peft_sel.errors import DataFileError, SELError, WorkerError
 from peft_sel.packing import Content, Packer, Piece, cut_pieces
 
 MARK_EVERY = 1000  # blocks: a resumed run tokenises at most these again, and the documents that they share with others
@@ -133,7 +133,9 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.strip())
     except json.JSONDecodeError as error:
-        raise DataFileError(where, f"is not valid JSON ({error.msg} at column {error.colno})", way_out) from error
+        raise DataFileError(
+            where, f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})", way_out
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataFileError(where, f"is not valid JSON ({error})", way_out) from error
     if not isinstance(row, dict):
@@ -268,6 +270,14 @@ class BlockStream(torch.utils.data.IterableDataset):
         worker = get_worker_info()
         if worker is not None and worker.id > 0:
             return
+        try:
+            yield from self._read()
+        except Exception as error:
+            if worker is None or not isinstance(error, SELError):
+                raise
+            raise WorkerError(str(error)) from error
+
+    def _read(self) -> Iterator[dict[str, Tensor]]:
         mark = self._find_mark()
         stand_in = torch.full((self.sequence_length,), -1)
         for _ in range(mark.block):

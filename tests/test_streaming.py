@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from peft_sel import packing, streams
 from peft_sel.data import DataSection, load_blocks
-from peft_sel.errors import ConfigError, DataFileError, RecipeError
+from peft_sel.errors import ConfigError, DataFileError, RecipeError, SELError
 from peft_sel.jobs import MARKS_FILE, run_job
 from peft_sel.packing import Packer, Piece
 from peft_sel.recipe import load_recipe
@@ -411,8 +412,10 @@ def test_a_file_that_cannot_be_read_is_named_when_it_is_reached(kind: str, messa
     stream, _ = open_stream(files=str(tmp_path / f"*.{suffix}"))
     with pytest.raises((DataFileError, ConfigError), match=message):
         take(stream, 100_000)
-    with pytest.raises((DataFileError, ConfigError), match=message):  # and by a loader, whatever wraps it
-        list(islice(DataLoader(stream, batch_size=2), 50_000))
+    for workers in (0, 1):
+        loader = DataLoader(stream, batch_size=2, num_workers=workers)
+        with pytest.raises(SELError, match=rf"^({re.escape(str(tmp_path))}/)?{message}"):
+            list(islice(loader, 50_000))
 
 
 @pytest.mark.usefixtures("small_pieces")
