@@ -133,9 +133,8 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.strip())
     except json.JSONDecodeError as error:
-        raise DataFileError(
-            where, f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})", way_out
-        ) from error
+        problem = f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+        raise DataFileError(where, problem, way_out) from error
     except (ValueError, RecursionError) as error:
         raise DataFileError(where, f"is not valid JSON ({error})", way_out) from error
     if not isinstance(row, dict):
