@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from peft_sel.checks import (
     check_tokens,
     warn_of_unreadable_base,
 )
-from peft_sel.conversion import BIAS, PREFIX, matches_end
+from peft_sel.conversion import BIAS, PREFIX, makes_meta_parameters, matches_end
 from peft_sel.errors import (
     AdapterStateError,
     ConfigError,
@@ -123,7 +122,7 @@ class SELModel(SavedTuner):
                 stacklevel=2,
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
-        self._convert = not (low_cpu_mem_usage or _makes_meta_parameters())
+        self._convert = not (low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters())
         if not any(iter_sel_layers(model)):
             # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
             self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -141,11 +140,12 @@ class SELModel(SavedTuner):
             raise
         finally:
             self._progress.close()
+        self._undo_if_not_loaded(model, adapter_name)
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
         warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
-        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load)
+        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
             warnings.warn(
@@ -369,10 +369,3 @@ class SELModel(SavedTuner):
             keep_parted_weights_apart(self.model)
             settle_quantization(self.model)
         return self.model
-
-
-def _makes_meta_parameters() -> bool:
-    """Whether new parameters land on the meta device, as in the context of PEFT's low_cpu_mem_usage."""
-    probe = nn.Module()
-    probe.parameter = nn.Parameter(torch.empty(0))
-    return probe.parameter.device.type == "meta"
