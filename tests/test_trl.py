@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from models import assert_same_bits, logits, make_tiny, sel_layers
+from models import NUM_TARGETS, assert_same_bits, logits, make_tiny, sel_layers
 from peft import PeftModel, get_peft_model
 from test_groups import PAPER, TABLE, groups_by_name
 from test_resume import assert_same, spoil
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_sel import SELConfig, SELTrainerMixin
 from peft_sel.errors import AdapterStateError, DroppedBaseError
+from peft_sel.layer import SELLayer
 
 trl = pytest.importorskip("trl", reason="needs the extra trl")
 add_fused_lm_head = importlib.import_module("trl.trainer.utils").add_fused_lm_head
@@ -181,14 +183,20 @@ def test_precomputed_references_change_no_loss(mixed: bool, tmp_path: Path) -> N
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
-def test_micro_batches_share_weights_in_preference_training(tmp_path: Path) -> None:
+def test_micro_batches_share_weights_in_preference_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, computed = SELLayer.get_effective_weight, []
+    monkeypatch.setattr(SELLayer, "get_effective_weight", lambda *args: computed.append(1) or compute(*args))
     options = {"gradient_accumulation_steps": 2, "bf16": False, "max_steps": 3}
-    losses = []
+    losses, counts = [], []
     for shares in (False, True):
+        computed.clear()
         trainer = make_trainer("DPOTrainer", load_base(torch.float32), tmp_path, make_config(), **options)
         trainer.shares_weights = shares
         trainer.train()
+        counts.append(len(computed))
         losses.append(torch.tensor([log["loss"] for log in training_logs(trainer)], dtype=torch.float64))
+    # Once per step: not per micro-batch, nor again in the backward pass. Without sharing, layers fold as they multiply.
+    assert counts == [0, 3 * NUM_TARGETS]
     assert torch.equal(losses[0][:1], losses[1][:1])
     # Adam makes whole steps of gradients that round to another sign, so single weights part by a few lr in all.
     assert torch.allclose(losses[0], losses[1], rtol=1e-3)
@@ -206,14 +214,20 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_trained_adapter_is_its_own_reference(name: str, tmp_path: Path) -> None:
     spoil(make_adapted(**OPTIONS[name])).save_pretrained(tmp_path / "adapter")
-    model = PeftModel.from_pretrained(load_base(), tmp_path / "adapter", is_trainable=True)
+    base = load_base()
+    if name == "dense":  # its curvatures, too, are the adapter's own
+        for parameter in base.parameters():
+            parameter.data.mul_(1.5)
+    original = copy.deepcopy(base)
+    options = {"is_trainable": True, "check_base": False}
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter", **options)
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     trainer = make_trainer("DPOTrainer", model, tmp_path, mixed=False, max_steps=1)
     batch, log_probs = reference_of(trainer)
     assert_same_bits({key: trainer.model.state_dict()[key] for key in expected}, expected)
-    trained = PeftModel.from_pretrained(load_base(), tmp_path / "adapter").merge_and_unload()
+    trained = PeftModel.from_pretrained(copy.deepcopy(original), tmp_path / "adapter", **options).merge_and_unload()
     assert torch.equal(log_probs, score(trainer, trained, batch))
-    assert not torch.equal(log_probs, score(trainer, load_base(), batch))
+    assert not torch.equal(log_probs, score(trainer, original, batch))
     trainer.train()
     assert training_logs(trainer)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert torch.equal(log_probs, torch.cat(trainer.compute_ref_log_probs(trainer.model, batch)))
