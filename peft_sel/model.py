@@ -37,6 +37,7 @@ from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_q
 from peft_sel.removal import iter_sel_layers, remove_adapter
 from peft_sel.state import SavedTuner
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
+from peft_sel.trl import TRAINED, copy_adapter, is_reference
 from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -105,6 +106,8 @@ class SELModel(SavedTuner):
     ) -> None:
         """Convert the target modules; on any error every module is put back as it was.
 
+        An adapter "ref" with the configuration object of "default", as TRL adds it, starts as a copy of that.
+
         Args:
             model: The base model.
             adapter_name: Name of the adapter.
@@ -135,6 +138,8 @@ class SELModel(SavedTuner):
         try:
             with show_placeholders(iter_sel_layers(model)):
                 super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            if is_reference(self.peft_config, adapter_name):
+                copy_adapter(model, TRAINED, adapter_name)
         except BaseException:
             self._roll_back(model, adapter_name)
             raise
