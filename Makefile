@@ -5,11 +5,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= train,demo,test,plots,trl
 ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
-PACKAGE := .[train,demo,test,plots
+PACKAGE := .[$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo bench test check check-long peft-suite test-lowest clean
@@ -48,7 +49,8 @@ check: $(VENV)/.ready-dev
 	$(BIN)/codespell
 
 test-lowest:
-	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt \
+	    EXTRAS=train,demo,test,plots
 
 clean:
 	rm -rf .venv .venv-lowest build dist peft_sel.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage

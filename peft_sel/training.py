@@ -27,6 +27,7 @@ from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
 from peft_sel.removal import iter_sel_layers
 from peft_sel.structured import StructuredScale
+from peft_sel.trl import check_trainer
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -148,10 +149,22 @@ class SELTrainerMixin(_TrainerBase):
 
     On one machine a checkpoint-<step> folder appears when it is complete, and replaces one of that name in one step, so
     that a killed run never resumes from half a checkpoint. So does the folder of save_model, if it was not there.
+
+    TRL's preference trainers use the base model as the reference (disable_adapter), or a frozen copy of an adapter that
+    the model came with: 4 bytes more per weight, which merging that adapter before saves.
+
+    Args:
+        *args: The trainer's.
+        **kwargs: The trainer's.
+
+    Raises:
+        DroppedBaseError: If the reference is the base model, and base_weight="drop" freed it.
+        AdapterStateError: If TRL cast the adapter to bfloat16, as it does on a base of 4 or 8 bits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_trainer(self)
         self.shares_weights = True
         self._open_step: Accumulation | None = None
         self._unfinished: Path | None = None  # where a checkpoint is being written
