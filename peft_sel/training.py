@@ -146,6 +146,9 @@ class SELTrainerMixin(_TrainerBase):
     With gradient accumulation, in one process, dense adapters compute each weight once per optimizer step
     (SELModel.accumulate_gradients), for 2 bytes per weight of bf16; shares_weights = False saves these.
 
+    In DDP, ddp_find_unused_parameters is False unless it is set: True (Trainer's default for PEFT models) is for models
+    with a trained module that some batches leave out. It walks the graph in each step and breaks reentrant checkpoints.
+
     On one machine a checkpoint-<step> folder appears when it is complete, and replaces one of that name in one step, so
     that a killed run never resumes from half a checkpoint. So does the folder of save_model, if it was not there.
     """
@@ -159,6 +162,12 @@ class SELTrainerMixin(_TrainerBase):
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
         self.callback_handler.callbacks = [*printers, SELCallback(), *reporters]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as Trainer does, except for what the class says of unused parameters."""
+        super().create_accelerator_and_postprocess()
+        if self.args.ddp_find_unused_parameters is None:
+            self.accelerator.ddp_handler.find_unused_parameters = False
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer that args.optim names, over sel_param_groups.
