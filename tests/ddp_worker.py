@@ -28,6 +28,7 @@ from peft import PeftModel, get_peft_model
 from processes import kill_rank
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -90,12 +91,14 @@ class Run:
         rates: Learning rates by role, per step.
         differing: Tensors that were not the same bits in all processes, by moment.
         merged: The merged weights.
+        broadcasts: Whether DDP sends the buffers in each pass.
     """
 
     losses: list[float]
     rates: list[dict[str, float]]
     differing: dict[str, list[str]]
     merged: dict[str, Tensor]
+    broadcasts: bool = False
 
 
 def make_rows(count: int, length: int = 12) -> list[dict[str, Tensor]]:
@@ -225,7 +228,9 @@ def run_trainer(make: Callable[[], PeftModel], folder: Path, steps: int = STEPS,
     differing["trained"] = list_differing(model)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     rates = [{key: rate for key, rate in log.items() if key.startswith("sel/lr/")} for log in logs]
-    return Run([log["loss"] for log in logs], rates, differing, merge(model))
+    wrapped: Any = trainer.model_wrapped
+    broadcasts = isinstance(wrapped, DistributedDataParallel) and wrapped.will_sync_module_buffers()
+    return Run([log["loss"] for log in logs], rates, differing, merge(model), broadcasts)
 
 
 def list_variants(folder: Path) -> dict[str, dict[str, Variant]]:

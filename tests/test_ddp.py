@@ -89,6 +89,12 @@ def test_all_processes_hold_the_same_bits(two: Two) -> None:
         assert later and not any(later), name
 
 
+def test_frozen_raw_weights_are_sent_once(two: Two) -> None:
+    assert {name: two.runs[name].broadcasts for name in TRAINERS} == {
+        name: model != "scales only" for name, (model, _) in TRAINERS.items()
+    }
+
+
 def test_nobody_warns(two: Two) -> None:
     assert "Warning" not in two.launched.stderr  # those of torch's C++; in Python they are errors there
 
