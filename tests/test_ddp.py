@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worker import MODELS, STEPS, TRAINERS, Run, list_variants, run_loop, run_trainer
+from ddp_worker import MODELS, STEPS, TRAINERS, Run, list_variants, make_trainer, run_loop, run_trainer
 from processes import Launched, launch
 from safetensors.torch import load_file
 
@@ -93,6 +93,12 @@ def test_frozen_raw_weights_are_sent_once(two: Two) -> None:
     assert {name: two.runs[name].broadcasts for name in TRAINERS} == {
         name: model != "scales only" for name, (model, _) in TRAINERS.items()
     }
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, False), (True, True), (False, False)])
+def test_unused_parameters_are_looked_for_on_demand(given: bool | None, found: bool, tmp_path: Path) -> None:
+    trainer = make_trainer(MODELS["dense"], tmp_path, ddp_find_unused_parameters=given)
+    assert trainer.accelerator.ddp_handler.find_unused_parameters is found
 
 
 def test_nobody_warns(two: Two) -> None:
