@@ -157,16 +157,8 @@ def create_sel_scheduler(
     At step t a group's learning rate is base_lr * s(t) * k(t). state_dict and load_state_dict resume exactly: k0, k1
     and the length of the annealing come from the checkpoint, s(t) from the arguments given here.
 
-    Accelerate steps a prepared scheduler once per process and step, unless split_batches is set. Either tell it not to,
-    which suits any number of processes:
-
-        accelerator = Accelerator(gradient_accumulation_steps=..., step_scheduler_with_optimizer=False)
-        ...
-        if accelerator.sync_gradients:
-            scheduler.step()
-
-    or multiply num_training_steps, num_warmup_steps and an integer anneal_steps by the number of processes, as for any
-    scheduler. Trainer and SELTrainer need neither.
+    Accelerate steps a prepared scheduler once per process and step, unless split_batches is set: multiply
+    num_training_steps, num_warmup_steps and an integer anneal_steps by the number of processes, as for any scheduler.
 
     Args:
         optimizer: From create_sel_optimizer, or any optimizer over sel_param_groups; prepared by Accelerate or not.
