@@ -330,7 +330,7 @@ def _check_processes(world_size: int) -> None:
             "LOCAL_WORLD_SIZE",
             launched,
             f"so many processes were launched, and each would do the whole job in {world_size} process; where there is "
-            "no GPU set the environment variable ACCELERATE_USE_CPU=true, or training.use_cpu: true",
+            "no GPU set training.use_cpu: true",
         )
 
 

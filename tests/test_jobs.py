@@ -343,6 +343,6 @@ def test_accelerate_launch_on_two_processes(folder: Path) -> None:
 def test_processes_that_would_each_train_alone_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(write_recipe(folder))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE='2': .* in 1 process; .*ACCELERATE_USE_CPU=true"):
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE='2': .* in 1 process; .*set training.use_cpu: true"):
         run_job(recipe)
     assert not (folder / "out").exists()
