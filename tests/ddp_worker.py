@@ -52,13 +52,13 @@ def make_dense(**options: Any) -> PeftModel:
     return get_peft_model(make_tiny(), SELConfig(task_type="CAUSAL_LM", **{**OPTIONS, **options}))
 
 
-def make_biased() -> PeftModel:
+def make_biased(**options: Any) -> PeftModel:
     base = make_tiny()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in base.named_parameters():
         if name.endswith("bias"):  # 0 so far; large ones would saturate the attention, whose gradients are then noise
             nn.init.normal_(parameter, std=0.2, generator=generator)
-    return get_peft_model(base, SELConfig(task_type="CAUSAL_LM", bias="sel_only", **OPTIONS))
+    return get_peft_model(base, SELConfig(task_type="CAUSAL_LM", bias="sel_only", **OPTIONS, **options))
 
 
 MODELS: dict[str, Callable[[], PeftModel]] = {
@@ -66,8 +66,12 @@ MODELS: dict[str, Callable[[], PeftModel]] = {
     "scales only": lambda: make_dense(train_raw=False),
     "dropped base": lambda: make_dense(base_weight="drop"),
     "biases": make_biased,
+    "biases, dropped base": lambda: make_biased(base_weight="drop"),
     "experts": lambda: get_peft_model(moe.make_moe(), moe.make_config(**OPTIONS)),
 }
+
+
+LOOPS = ("dense", "scales only", "dropped base", "biases", "experts")
 
 
 @dataclass(frozen=True)
@@ -239,8 +243,7 @@ def list_variants(folder: Path) -> dict[str, dict[str, Variant]]:
     return {
         "plain": {
             "plain": Variant(),
-            "bucket views": Variant(views),
-            "many buckets": Variant({**views, "bucket_cap_mb": 0.01}),
+            "bucket views": Variant({**views, "bucket_cap_mb": 0.01}),  # many buckets
             "reentrant": Variant(reentrant=True),
             "not reentrant": Variant(views, reentrant=False),
             "reloaded": Variant(reloads=folder / "state"),
@@ -257,6 +260,7 @@ def list_variants(folder: Path) -> dict[str, dict[str, Variant]]:
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SELTrainer": ("dense", {}),
     "SELTrainer, scales only": ("scales only", {}),
+    "SELTrainer, biases, dropped base": ("biases, dropped base", {}),
     "SELTrainer, experts": ("experts", {}),
     "SELTrainer, reentrant": (
         "dense",
@@ -275,7 +279,7 @@ SAVING: dict[str, Any] = {
 
 def compare(folder: Path) -> None:
     """Do every run, and write down what each gave."""
-    runs = {name: run_loop(make) for name, make in MODELS.items()}
+    runs = {name: run_loop(MODELS[name]) for name in LOOPS}
     runs["scheduler of Accelerate"] = run_loop(
         lambda: make_dense(anneal_steps=12 / STEPS), variant=Variant(steps_scheduler=False)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worker import MODELS, STEPS, TRAINERS, Run, list_variants, make_trainer, run_loop, run_trainer
+from ddp_worker import LOOPS, MODELS, STEPS, TRAINERS, Run, list_variants, make_trainer, run_loop, run_trainer
 from processes import Launched, launch
 from safetensors.torch import load_file
 
@@ -42,7 +42,7 @@ def assert_matches(actual: Run, expected: Run) -> None:
         assert (actual.merged[name] - weight).norm() <= MATCH * weight.norm(), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_loop_matches_one_process(name: str, two: Two) -> None:
     one = run_loop(MODELS[name])
     assert len(one.losses) == STEPS and sum(one.losses[-3:]) < sum(one.losses[:3])
