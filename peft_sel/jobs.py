@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import warnings
@@ -320,9 +321,11 @@ def run_job(recipe: Recipe) -> JobReport | None:
         weights, if it started from one, as base. None on all processes but the first.
 
     Raises:
+        ConfigError: If several processes were launched, and each would do the whole job.
         OutputExistsError: If output_dir exists and the job does not resume.
         SELError: If the model, the text or the configuration cannot work.
     """
+    _check_processes(recipe.training.world_size)
     resume: Any = recipe.training.resume_from_checkpoint
     adapter_dir, merged_dir = recipe.output_dir / "adapter", recipe.output_dir / "merged"
     _check_folders(recipe.output_dir, merged_dir if recipe.merge else None, resume)
@@ -348,6 +351,18 @@ def run_job(recipe: Recipe) -> JobReport | None:
         base = resolve_checkpoint(recipe.model.path, recipe.model.revision)
         merge = merge_checkpoint(base, adapter_dir, merged_dir)
     return JobReport(adapter_dir, eval_loss, merge)
+
+
+def _check_processes(world_size: int) -> None:
+    """Raise if this is one of several processes that know nothing of each other and would write the same files."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if int(launched) > world_size:
+        raise ConfigError(
+            "LOCAL_WORLD_SIZE",
+            launched,
+            f"so many processes were launched, and each would do the whole job in {world_size} process; where there is "
+            "no GPU set training.use_cpu: true",
+        )
 
 
 def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> None:

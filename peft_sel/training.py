@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -147,6 +148,11 @@ class SELTrainerMixin(_TrainerBase):
     With gradient accumulation, in one process, dense adapters compute each weight once per optimizer step
     (SELModel.accumulate_gradients), for 2 bytes per weight of bf16; shares_weights = False saves these.
 
+    In DDP, ddp_find_unused_parameters is False unless it is set: True (Trainer's default for PEFT models) is for models
+    with a trained module that some batches leave out. It walks the graph in each step and breaks reentrant checkpoints.
+    Where raw weights are frozen (train_raw=False), DDP sends its buffers, which hold them, once and not in each pass,
+    unless ddp_broadcast_buffers is set; in a plain loop, say `model.broadcast_buffers = False` after prepare.
+
     On one machine a checkpoint-<step> folder appears when it is complete, and replaces one of that name in one step, so
     that a killed run never resumes from half a checkpoint. So does the folder of save_model, if it was not there.
 
@@ -172,6 +178,12 @@ class SELTrainerMixin(_TrainerBase):
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
         self.callback_handler.callbacks = [*printers, SELCallback(), *reporters]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as Trainer does, except for what the class says of unused parameters."""
+        super().create_accelerator_and_postprocess()
+        if self.args.ddp_find_unused_parameters is None:
+            self.accelerator.ddp_handler.find_unused_parameters = False
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer that args.optim names, over sel_param_groups.
@@ -228,10 +240,11 @@ class SELTrainerMixin(_TrainerBase):
                 self._open_step.discard()
                 self._open_step = None
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run one micro-batch, which shares weights with the others of its optimizer step; see shares_weights.
 
         Args:
+            model: Trainer's, and so the others.
             *args: Trainer's.
             **kwargs: Trainer's.
 
@@ -240,10 +253,12 @@ class SELTrainerMixin(_TrainerBase):
         """
         step, self._open_step = self._open_step, None
         if step is None:
-            model: Any = self.model
-            step = Accumulation([layer for layer in iter_sel_layers(model) if self._shares(layer)])
+            layers = list(iter_sel_layers(model))
+            if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
+                model.broadcast_buffers = not any(len(layer.symexplin_raw_frozen) for layer in layers)
+            step = Accumulation([layer for layer in layers if self._shares(layer)])
         try:
-            loss: Tensor = super().training_step(*args, **kwargs)
+            loss: Tensor = super().training_step(model, *args, **kwargs)
         except BaseException:
             step.discard()
             raise
