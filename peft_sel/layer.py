@@ -191,13 +191,13 @@ class SELLayer(BaseWeightLayer):
         """Whether no parameter of the adapter was written to since its conversion."""
         return self._fresh_versions.get(adapter) == self._versions(adapter)
 
-    def _tensors(self, adapter: str) -> list[Tensor]:
-        entries = (getattr(self, attribute) for attribute in self.adapter_layer_names)
-        values = [entry[adapter] for entry in entries if adapter in entry]
+    def tensors(self, adapter: str) -> list[Tensor]:
+        """Return the trainable tensors of an adapter, and the fixed ones of its scales."""
+        values = [held[adapter] for name in self.adapter_layer_names if adapter in (held := getattr(self, name))]
         return [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
 
     def _versions(self, adapter: str) -> list[tuple[int, int]]:
-        return [(id(t), 0 if t.is_inference() else t._version) for t in self._tensors(adapter)]
+        return [(id(t), 0 if t.is_inference() else t._version) for t in self.tensors(adapter)]
 
     @torch.no_grad()
     def _perturb(self, adapter: str) -> None:
@@ -296,8 +296,8 @@ class SELLayer(BaseWeightLayer):
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
         for adapter in adapters:
-            raw, table = self._get_raw(adapter)
-            sources += [raw, *([] if table is None else [table]), self.symexplin_beta[adapter], *self._tensors(adapter)]
+            raw_and_table = (tensor for tensor in self._get_raw(adapter) if tensor is not None)
+            sources += [*raw_and_table, self.symexplin_beta[adapter], *self.tensors(adapter)]
         if training and shared is not None:
             return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
@@ -376,7 +376,7 @@ class SELLayer(BaseWeightLayer):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move what low_cpu_mem_usage put in place to the base layer's device, and out of the file that held it."""
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for tensor in self._tensors(adapter_name):
+        for tensor in self.tensors(adapter_name):
             if tensor.device.type == "cpu":  # perhaps mapped: cutting the file later would end the process
                 tensor.data = tensor.data.clone()
         for buffers in (self.symexplin_beta, self.symexplin_transposed):
