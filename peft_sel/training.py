@@ -34,6 +34,7 @@ else:
     _TrainerBase = object
 
 _PRINTERS = (PrinterCallback, ProgressCallback)
+_OWN_GROUPERS = ("galore", "apollo", "lomo", "adalomo")  # asked for, some leave hooks on the parameters at once
 _OWN_GROUPS = ("params", "model", "optimizer_dict")  # keys by which Trainer's optimizers say that they group parameters
 
 
@@ -184,15 +185,19 @@ class SELTrainerMixin(_TrainerBase):
             return super().create_optimizer(*arguments)
         target: Any = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        refusal = ConfigError(
+            "optim",
+            name,
+            "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one that "
+            "takes groups, such as adamw_torch or adafactor",
+        )
+        if given is None and name.startswith(_OWN_GROUPERS):
+            raise refusal
         optimizer_cls, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
         is_class = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)
         if not is_class or any(key in options for key in _OWN_GROUPS):
-            raise ConfigError(
-                "optim",
-                str(self.args.optim),
-                "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one "
-                "that takes groups, such as adamw_torch or adafactor",
-            )
+            raise refusal
         groups = sel_param_groups(target, options.get("lr", self.args.learning_rate), self.args.weight_decay)
         # Trainer lets an optimizer's options carry "params", which then replace the groups it would have made itself
         self.optimizer_cls_and_kwargs = (optimizer_cls, {**options, "params": groups})
