@@ -73,7 +73,11 @@ def check_rates(checkpoint: Path, step: int) -> None:
     assert rates["inner_multiplier"] == pytest.approx(expected_rate(step, 0.01, 0.5))
 
 
-def test_resumes_bit_for_bit_in_the_middle_of_either_epoch(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_resumes_bit_for_bit_in_the_middle_of_either_epoch(
+    precision: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)  # as accelerate launch --mixed_precision does
     straight = tmp_path / "straight"
     run(folder, straight)
     assert {path.name for path in straight.iterdir()} == {"batch_8", "batch_14", "batch_20", "adapter", "merged"}

@@ -1,4 +1,4 @@
-"""Train with SEL in a plain Accelerate loop, on one process or several; stop, and go on from a checkpoint bit for bit.
+"""Train with SEL in a plain Accelerate loop, alone or with DDP; stop, and go on from a checkpoint bit for bit.
 
 accelerate launch configs/accelerate/plain_loop.py --base Qwen/Qwen3-0.6B-Base --text book.txt --out runs/book
 The same command with --resume runs/book/batch_80 goes on, also in the middle of an epoch.

@@ -158,7 +158,8 @@ def create_sel_optimizer(
         **kwargs: Further arguments of optimizer_cls, such as betas or fused.
 
     Returns:
-        The optimizer.
+        The optimizer. With it and create_sel_scheduler a stock Trainer takes the steps of SELTrainer, bit for bit if
+        both have one kind of AdamW (Trainer's own is fused=True) and SELTrainer shares no weights of an accumulation.
 
     Raises:
         ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
