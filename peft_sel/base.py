@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
+
+_Layer = TypeVar("_Layer", bound="BaseWeightLayer")
+
+LIVE_LAYERS: WeakSet[BaseWeightLayer] = WeakSet()  # of all models: tells whether an optimizer's parameters are SEL's
 
 
 class BaseWeightLayer(BaseTunerLayer):
@@ -33,6 +38,12 @@ class BaseWeightLayer(BaseTunerLayer):
     out_features: int | None
     _unmerged: dict[str, Tensor]  # the base weight set aside; a dict, so not registered
     _parameter_order: tuple[str, ...]  # of the base layer
+
+    def __new__(cls: type[_Layer], *_: Any, **__: Any) -> _Layer:
+        """Make a layer, as an instance or as a copy, for which __init__ is not called."""
+        layer = super().__new__(cls)
+        LIVE_LAYERS.add(layer)
+        return layer
 
     @property
     def base_weight(self) -> Tensor:

@@ -296,8 +296,8 @@ class SELLayer(BaseWeightLayer):
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
         for adapter in adapters:
-            raw, table = self._get_raw(adapter)
-            sources += [raw, *([] if table is None else [table]), self.symexplin_beta[adapter], *self.tensors(adapter)]
+            raw_and_table = (tensor for tensor in self._get_raw(adapter) if tensor is not None)
+            sources += [*raw_and_table, self.symexplin_beta[adapter], *self.tensors(adapter)]
         if training and shared is not None:
             return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))

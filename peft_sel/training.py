@@ -36,6 +36,7 @@ else:
     _TrainerBase = object
 
 _PRINTERS = (PrinterCallback, ProgressCallback)
+_OWN_GROUPERS = ("galore", "apollo", "lomo", "adalomo")  # asked for, some leave hooks on the parameters at once
 _OWN_GROUPS = ("params", "model", "optimizer_dict")  # keys by which Trainer's optimizers say that they group parameters
 
 
@@ -114,7 +115,11 @@ class SELCallback(TrainerCallback):
     Each training log gains sel/lr/<role> (the rate of the step just taken, like Trainer's own learning_rate) and
     sel/scale/<scale>/<module role> (see collect_scale_means), in state.log_history and in every callback that comes
     after this one: all share one dict of logs. SELTrainer adds it by itself, ahead of the reporters and behind the
-    callbacks that print. A stock Trainer takes callbacks=[SELCallback()], which puts it behind Trainer's own reporters.
+    callbacks that print.
+
+    A stock Trainer takes callbacks=[SELCallback()]; the figures are in state.log_history then, but not in the reporters
+    that report_to names, which come before all callbacks. To have them in TensorBoard too, list its callback behind
+    this one: report_to="none" and callbacks=[SELCallback(), TensorBoardCallback()], from transformers.integrations.
     """
 
     def __init__(self) -> None:
@@ -127,8 +132,10 @@ class SELCallback(TrainerCallback):
         self._rates = collect_learning_rates(kwargs["optimizer"].param_groups)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add to the logs of a training step; evaluation results and the final summary stay as they are."""
+        """Add to the logs of a training step; evaluation results and the final summary get no figures of SEL's."""
         logs: dict[str, float] = kwargs["logs"]
+        for key in state.log_history[-1].keys() - {"step"}:  # PrinterCallback takes out what it does not print
+            logs.setdefault(key, state.log_history[-1][key])
         if "loss" not in logs:
             return
         added = {f"sel/lr/{role}": rate for role, rate in self._rates.items()}
@@ -203,15 +210,19 @@ class SELTrainerMixin(_TrainerBase):
             return super().create_optimizer(*arguments)
         target: Any = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        refusal = ConfigError(
+            "optim",
+            name,
+            "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one that "
+            "takes groups, such as adamw_torch or adafactor",
+        )
+        if given is None and name.startswith(_OWN_GROUPERS):
+            raise refusal
         optimizer_cls, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
         is_class = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)
         if not is_class or any(key in options for key in _OWN_GROUPS):
-            raise ConfigError(
-                "optim",
-                str(self.args.optim),
-                "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one "
-                "that takes groups, such as adamw_torch or adafactor",
-            )
+            raise refusal
         groups = sel_param_groups(target, options.get("lr", self.args.learning_rate), self.args.weight_decay)
         # Trainer lets an optimizer's options carry "params", which then replace the groups it would have made itself
         self.optimizer_cls_and_kwargs = (optimizer_cls, {**options, "params": groups})
@@ -233,10 +244,14 @@ class SELTrainerMixin(_TrainerBase):
         if self.args.should_save and self._is_on_one_machine():
             clear_leftovers(Path(self.args.output_dir or ""), rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-\d+")
         self.accelerator.wait_for_everyone()  # a checkpoint that was put back is there for all to resume from
+        return super().train(*args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; auto_find_batch_size calls this again with smaller batches."""
         try:
-            return super().train(*args, **kwargs)
+            return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self._open_step is not None:  # training ended in the middle of one
+            if self._open_step is not None:  # it ended in the middle of one
                 self._open_step.discard()
                 self._open_step = None
 
