@@ -27,8 +27,9 @@ help:
 demo: $(VENV)/.ready
 	$(BIN)/peft-sel demo $(ARGS)
 
+# Two processes, each with one thread: the tensors of the tests are small. ARGS="-n 0" runs them in one, as for a debugger.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(ARGS)
