@@ -36,6 +36,13 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unload() -> Iterator[None]:
+    """Give the memory back: later tests fork."""
+    yield
+    load.cache_clear()
+
+
 def convert(folder: Path, dtype: torch.dtype, **options: object) -> tuple[PeftModel, dict[str, Tensor]]:
     base = load(folder, dtype)
     return get_peft_model(copy.deepcopy(base), SELConfig(task_type="CAUSAL_LM", **options)), base.state_dict()
