@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything that imports it
+# In this process: a pool of its own imports torch in each of its processes, and what is compiled here is small.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when inductor is imported
 
 import gc
 import random
