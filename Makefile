@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
-	@echo "make test         the default tests, the real checkpoint included"
+	@echo "make test         the default tests in two processes, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
 	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
