@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
-	@echo "make test         the default tests, the real checkpoint included"
+	@echo "make test         the default tests in two processes, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
 	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
@@ -28,8 +28,9 @@ help:
 demo: $(VENV)/.ready
 	$(BIN)/peft-sel demo $(ARGS)
 
+# Two processes, each with one thread: the tensors of the tests are small. ARGS="-n 0" runs them in one, as for a debugger.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(ARGS)

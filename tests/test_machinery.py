@@ -131,7 +131,7 @@ def make_few() -> SELConfig:
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole_graph() -> None:
     """Skip where the base model alone is no single graph: torch 2.7 with transformers 5.10."""
     torch._dynamo.reset()
