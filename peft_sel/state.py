@@ -13,6 +13,7 @@ from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
 from peft_sel.errors import OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.sharded import drop_awaited
 
 
 class SavedTensors(dict[str, Tensor]):
@@ -97,4 +98,4 @@ class SavedTuner(BaseTuner):
         for layer in iter_sel_layers(model):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
-        return mapped
+        return drop_awaited(model, own, mapped)

@@ -85,6 +85,7 @@ def sel_param_groups(
     grouped: dict[tuple[GroupSettings, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            _check_has_place(name, parameter)
             settings = known.get(id(parameter)) or _settings_outside_sel(name, owners[name.rpartition(".")[0]])
             settings = _apply_lr_scale(settings, lr_scale, name, parameter)
             # 1 step and the fraction 1.0 are equal numbers and different settings
@@ -170,6 +171,16 @@ def create_sel_optimizer(
         >>> trainer = Trainer(model, args, optimizers=(optimizer, scheduler))  # doctest: +SKIP
     """
     return optimizer_cls(sel_param_groups(model, lr, weight_decay, lr_scale=lr_scale), lr=lr, **kwargs)
+
+
+def _check_has_place(name: str, parameter: nn.Parameter) -> None:
+    """Raise if a trainable parameter has no memory; accelerate's FSDP2 would take it for another in the optimizer."""
+    if parameter.is_meta:
+        raise ParameterGroupError(
+            f"{name} is trainable and on the meta device",
+            "under FSDP2 set cpu_ram_efficient_loading to false, or train SEL parameters only, without modules_to_save "
+            "and bias='all'; else load the model into memory",
+        )
 
 
 def _apply_lr_scale(
