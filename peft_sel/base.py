@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peft_sel.config import SELConfig
 from peft_sel.errors import NonFiniteWeightError, OffloadedError
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
-from peft_sel.sharded import gather
+from peft_sel.sharded import gather, make_placeholder
 
 
 class _Plain:
@@ -163,7 +163,7 @@ class BaseWeightLayer(_Plain, BaseTunerLayer):
 
     def _put_placeholder(self) -> None:
         base: Any = self.get_base_layer()
-        placeholder = getattr(base, self.parameter_name).detach().new_empty(0)
+        placeholder = make_placeholder(getattr(base, self.parameter_name))
         delattr(base, self.parameter_name)
         base.register_buffer(self.parameter_name, placeholder, persistent=False)
 

@@ -37,7 +37,7 @@ from peft_sel.sharded import (
     BUFFERS,
     check_whole,
     choose_empty_device,
-    excuse_buffers,
+    excuse_omitted,
     is_layer_sharded,
     is_sharded,
     omit_buffers,
@@ -50,7 +50,7 @@ PERTURBATION = 0.05  # relative, of init_weights=False
 def _refresh_after_load(layer: SELLayer, keys: Any) -> None:
     """Recompute what follows from loaded values: the starts of the scales, and the raw weight of frozen adapters."""
     layer.kept_weights.clear()
-    excuse_buffers(layer, keys)
+    excuse_omitted(layer, keys)
     is_whole = not (is_sharded(layer.base_weight) or layer.base_weight.is_meta)
     for adapter, beta in layer.symexplin_beta.items():
         for scale in layer.scales(adapter).values():
@@ -104,7 +104,7 @@ class SELLayer(BaseWeightLayer):
         self.kept_weights = KeptWeights()
         self.keeps_weight_for_backward = False
         self.shared_weights: SharedWeights | None = None  # inside accumulate_gradients
-        self.omits_buffers = False
+        self.omitted: tuple[str, ...] = ()  # names of what the next load need not bring
         self._unmerged = {}
         self._parameter_order = tuple(base_layer._parameters)
         self._adopt(base_layer)
@@ -377,9 +377,9 @@ class SELLayer(BaseWeightLayer):
             result = fn(tensor)
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
-        def keep_values(tensor: Tensor) -> Tensor:
+        def keep_values(tensor: Tensor) -> Tensor:  # accelerate shards on the meta device, and brings no buffers back
             result = keep_dtype(tensor)
-            return tensor if result.is_meta else result  # FSDP2 shards on the meta device, and brings no buffers back
+            return tensor if result.is_meta and torch.distributed.is_initialized() else result
 
         module: Any = self
         self.kept_weights.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -130,11 +130,14 @@ def choose_empty_device(weight: Tensor) -> torch.device:
     return torch.device("cpu" if weight.is_meta and is_fsdp_enabled() else "meta")
 
 
-def drop_awaited(model: nn.Module, own: dict[str, Tensor], mapped: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_awaited(
+    model: nn.Module, layers: Iterable[Any], own: dict[str, Tensor], mapped: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Return what this process has to load of an adapter: where accelerate brings the parameters, only the buffers.
 
     Args:
         model: The model.
+        layers: Its layers.
         own: The adapter's tensors in the model.
         mapped: What is to be loaded, by the same keys.
 
@@ -143,11 +146,18 @@ def drop_awaited(model: nn.Module, own: dict[str, Tensor], mapped: dict[str, Ten
     """
     if not awaits_values(model):
         return mapped
+    for layer in layers:
+        layer.omitted = ("symexplin_",)
     return {
         key: value
         for key, value in mapped.items()
         if (key in own and own[key].is_meta) or any(f".{name}." in key for name in BUFFERS)
     }
+
+
+def make_placeholder(weight: Tensor) -> Tensor:
+    """Return 0 elements of a weight's dtype, on its device unless that is where accelerate brings no buffers back."""
+    return torch.empty(0, dtype=weight.dtype, device=choose_empty_device(weight) if weight.is_meta else weight.device)
 
 
 def agree(error: BaseException | None) -> None:
@@ -217,21 +227,14 @@ def _unpack(
 def omit_buffers(layer: Any, state: dict[str, Tensor], prefix: str, _: Any) -> None:
     """Leave the buffers out of the state of a sharded layer without values: accelerate wants a shard for each entry."""
     if any(is_sharded(parameter) and parameter.is_meta for parameter in layer.parameters()):
-        layer.omits_buffers = True
-        for name in list(_iter_buffer_keys(state, prefix)):
-            del state[name]
+        layer.omitted = BUFFERS
+        starts = tuple(f"{prefix}{name}." for name in BUFFERS)
+        for key in [key for key in state if key.startswith(starts)]:
+            del state[key]
 
 
-def excuse_buffers(layer: Any, keys: Any) -> None:
-    """Do not count as missing, after the load of a layer, the buffers that were left out."""
-    if layer.omits_buffers:
-        layer.omits_buffers = False
-        omitted = tuple(f"{name}." for name in BUFFERS)
-        keys.missing_keys[:] = [
-            key for key in keys.missing_keys if not any(f".{part}" in f".{key}" for part in omitted)
-        ]
-
-
-def _iter_buffer_keys(state: dict[str, Tensor], prefix: str) -> Iterator[str]:
-    starts = tuple(f"{prefix}{name}." for name in BUFFERS)
-    return (key for key in state if key.startswith(starts))
+def excuse_omitted(layer: Any, keys: Any) -> None:
+    """Do not count as missing, after the load of a layer, what was left out on purpose."""
+    omitted, layer.omitted = layer.omitted, ()
+    if omitted:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not any(f".{name}" in key for name in omitted)]

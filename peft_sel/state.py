@@ -98,4 +98,4 @@ class SavedTuner(BaseTuner):
         for layer in iter_sel_layers(model):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
-        return drop_awaited(model, own, mapped)
+        return drop_awaited(model, iter_sel_layers(model), own, mapped)

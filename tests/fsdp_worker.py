@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,14 @@ from accelerate import state as accelerate_state
 from accelerate.utils import DistributedType
 from models import make_config, make_tiny
 from moe import TARGETS, make_moe
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peft_sel import SELError, create_sel_optimizer, create_sel_scheduler, save_adapter
+from peft_sel.layer import SELLayer
+from peft_sel.training import collect_scale_means
 
 LR = 2e-3
 NUM_STEPS = 20
@@ -46,8 +48,8 @@ class Case:
 
 CASES = {
     "dense": Case(),
-    "drop": Case(is_empty_elsewhere=False, options={"base_weight": "drop", "bias": "sel_only"}),
-    "frozen": Case(options={"train_raw": False}),
+    "drop": Case(options={"base_weight": "drop", "bias": "sel_only"}),
+    "frozen": Case(is_empty_elsewhere=False, options={"train_raw": False}),
     "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, broadcasts=False),
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
@@ -100,22 +102,32 @@ def fake_accelerators() -> None:
     accelerate_state.PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
-def prepare_case(folder: Path, case: Case) -> tuple[Accelerator, Any, Any, Any]:
-    """Load as users do, convert, make optimizer and scheduler, and shard."""
+def start_accelerator(case: Case) -> Accelerator:
+    """Make a new Accelerator, from the launcher's environment."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(case.broadcasts).lower()
     accelerate_state.AcceleratorState._reset_state()
-    accelerate_state.PartialState._shared_state.pop("distributed_type", None)
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():  # where the last Accelerator wrote FSDP
         accelerate_state.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(step_scheduler_with_optimizer=False)
     assert accelerator.is_fsdp2 and accelerator.num_processes == 2
-    if case.broadcasts and case.is_empty_elsewhere and not accelerator.is_main_process:
-        with init_empty_weights():
-            base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / case.base))
-        base.tie_weights()  # init_empty_weights parts what is tied
-        assert all(parameter.is_meta for parameter in base.parameters())
-    else:
-        base = AutoModelForCausalLM.from_pretrained(folder / case.base)
+    return accelerator
+
+
+def load_base(folder: Path, case: Case, accelerator: Accelerator) -> Any:
+    """Load a base model: in all processes, or in the first only."""
+    if accelerator.is_main_process or not (case.broadcasts and case.is_empty_elsewhere):
+        return AutoModelForCausalLM.from_pretrained(folder / case.base)
+    with init_empty_weights():
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / case.base))
+    base.tie_weights()  # init_empty_weights parts what is tied
+    assert all(parameter.is_meta for parameter in base.parameters())
+    return base
+
+
+def prepare_case(folder: Path, case: Case) -> tuple[Accelerator, Any, Any, Any]:
+    """Load, convert, make optimizer and scheduler, and shard."""
+    accelerator = start_accelerator(case)
+    base = load_base(folder, case, accelerator)
     model = convert_case(base, case, seed=accelerator.process_index if case.broadcasts else 0)
     optimizer, scheduler = make_optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -142,6 +154,112 @@ def get_message(call: Callable[[], object]) -> str:
     return "no error"
 
 
+def check_resuming(
+    folder: Path, accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any
+) -> dict[str, Any]:
+    """Train to the middle, save, train to the end, and once more from what was saved."""
+    middle = NUM_STEPS // 2
+    state = folder / "state"
+    accelerator.register_for_checkpointing(scheduler)
+    losses = train_case(model, Case(steps=middle), optimizer, scheduler, accelerator)
+    accelerator.save_state(str(state))
+    rest = train_case(model, Case(), optimizer, scheduler, accelerator, first=middle)
+    end = gather_trained(model)
+    accelerator.load_state(str(state))
+    again = train_case(model, Case(), optimizer, scheduler, accelerator, first=middle)
+    same = all(torch.equal(tensor, end[name]) for name, tensor in gather_trained(model).items())
+    return {"losses": losses + rest, "again": losses + again, "resumes_with_equal_bits": same}
+
+
+def check_evaluation(folder: Path, model: Any) -> dict[str, Any]:
+    """Evaluate, with a write into a shard in between, and without the adapter."""
+    layer = next(module for module in model.modules() if isinstance(module, SELLayer))
+    raw = layer.symexplin_raw["default"]
+    logits = {}
+    model.eval()
+    with torch.no_grad():
+        logits["adapted"] = model(input_ids=BATCHES[0]).logits
+        raw.to_local().mul_(2)
+        logits["written"] = model(input_ids=BATCHES[0]).logits
+        raw.to_local().mul_(0.5)
+        with model.disable_adapter():
+            logits["base"] = model(input_ids=BATCHES[0]).logits
+        num_kept = sum(len(module.kept_weights) for module in model.modules() if isinstance(module, SELLayer))
+        model.base_model.keep_effective_weights()
+        model(input_ids=BATCHES[0])
+        num_asked = sum(len(module.kept_weights) for module in model.modules() if isinstance(module, SELLayer))
+        model.base_model.keep_effective_weights(evaluation=False)
+    if torch.distributed.get_rank() == 0:
+        save_file(logits, folder / "logits.safetensors")
+    return {"num_kept": num_kept, "num_asked": num_asked}
+
+
+def check_refusals(folder: Path, model: Any) -> dict[str, str]:
+    """Return what each request that a sharded model refuses says."""
+    layer = next(module for module in model.modules() if isinstance(module, SELLayer))
+    requests = {
+        "merge_and_unload": model.merge_and_unload,
+        "merge_adapter": model.merge_adapter,
+        "unload": model.unload,
+        "get_delta_weight": lambda: layer.get_delta_weight("default"),
+        "delete_adapter": lambda: model.delete_adapter("default"),
+        "add_adapter": lambda: model.add_adapter("other", make_config()),
+        "save_adapter": lambda: save_adapter(model, folder / "adapters" / "dense"),
+    }
+    names = list(dict(model.named_modules()))
+    messages = {name: get_message(call) for name, call in requests.items()}
+    assert list(dict(model.named_modules())) == names and list(model.peft_config) == ["default"]
+    return messages
+
+
+def check_dense(folder: Path) -> dict[str, Any]:
+    """Train, resume, save, evaluate and refuse."""
+    accelerator, model, optimizer, scheduler = prepare_case(folder, CASES["dense"])
+    result = {"groups": describe_groups(model, optimizer)}
+    result |= check_resuming(folder, accelerator, model, optimizer, scheduler)
+    save_adapter(model, folder / "adapters" / "dense")
+    model.save_pretrained(str(folder / "pretrained"))
+    trained = gather_trained(model)
+    if accelerator.is_main_process:
+        save_file(trained, folder / "trained.safetensors")
+    result["scales"] = collect_scale_means(model)
+    result["refusals"] = check_refusals(folder, model)
+    return result | check_evaluation(folder, model)
+
+
+def check_broken_base(folder: Path) -> str:
+    """Return what each process says of a base that only the first one can see to be broken."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+    base = AutoModelForCausalLM.from_pretrained(folder / "qwen2")
+    if torch.distributed.get_rank() == 0:
+        base.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    return get_message(lambda: convert_case(base, CASES["dense"], seed=0))
+
+
+def check_mixed_precision(folder: Path) -> str:
+    """Return what a pass says where accelerate would round the parameters."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    _, model, _, _ = prepare_case(folder, CASES["dense"])
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    return get_message(lambda: model(input_ids=BATCHES[0]))
+
+
+def check_loading(folder: Path, name: str) -> bool:
+    """Load an adapter on a base that one process holds, to train it on, and say whether all of it is there."""
+    case = CASES[name]
+    accelerator = start_accelerator(case)
+    model = PeftModel.from_pretrained(
+        load_base(folder, case, accelerator), folder / "adapters" / name, is_trainable=True
+    )
+    optimizer, _ = make_optimizer(model)
+    model, _ = accelerator.prepare(model, optimizer)
+    saved = load_file(folder / "adapters" / name / "adapter_model.safetensors")
+    loaded = gather_trained(model)
+    model(input_ids=BATCHES[0])
+    assert loaded
+    return all(torch.equal(tensor, saved[key.replace(".default", "")]) for key, tensor in loaded.items())
+
+
 def run_case(folder: Path, name: str) -> dict[str, Any]:
     """Train a case and save its adapter."""
     accelerator, model, optimizer, scheduler = prepare_case(folder, CASES[name])
@@ -154,15 +272,15 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
 def main(folder: Path) -> None:
     """Do everything, and write what came out: one JSON file for each process."""
     fake_accelerators()
-    results = {}
-    for name in CASES:
-        t = time.time()
-        results[name] = run_case(folder, name)
-        print(name, time.time() - t)
+    results: dict[str, Any] = {"dense": check_dense(folder)}
+    results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
+    results["loads"] = [check_loading(folder, name) for name in ("dense", "frozen", "drop")]
+    results["broken_base"] = check_broken_base(folder)
+    results["mixed_precision"] = check_mixed_precision(folder)
     rank = torch.distributed.get_rank()
     (folder / f"results_{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[2]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from peft_sel.config import ScaleConfig, SELConfig
@@ -74,12 +75,18 @@ def sel_param_groups(
 
     Raises:
         ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
-        ParameterGroupError: If no SEL parameter is trainable, or a SEL parameter has no known role.
+        ParameterGroupError: If no SEL parameter is trainable, one has no known role, a trainable parameter is on the
+            meta device, or FSDP1 wraps the model.
     """
     if not 0 < lr < math.inf:
         raise ConfigError("lr", lr, "the base learning rate must be a positive finite number")
     if not 0 <= weight_decay < math.inf:
         raise ConfigError("weight_decay", weight_decay, "must be 0 or a positive finite number")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ParameterGroupError(
+            "FSDP1 wraps the model, and its flat parameters mix roles",
+            "set fsdp_version: 2 in Accelerate's config (version: 2 in Trainer's fsdp_config)",
+        )
     known = _find_sel_settings(model)
     owners = dict(model.named_modules(remove_duplicate=False))
     grouped: dict[tuple[GroupSettings, bool], list[nn.Parameter]] = {}
