@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,14 +20,17 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate import state as accelerate_state
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from models import make_config, make_tiny
 from moe import TARGETS, make_moe
 from peft import PeftModel, get_peft_model
+from processes import kill_rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-from peft_sel import SELError, create_sel_optimizer, create_sel_scheduler, save_adapter
+from peft_sel import SELError, SELTrainer, create_sel_optimizer, create_sel_scheduler, save_adapter
 from peft_sel.layer import SELLayer
 from peft_sel.training import collect_scale_means
 
@@ -49,9 +53,9 @@ class Case:
 CASES = {
     "dense": Case(),
     "drop": Case(options={"base_weight": "drop", "bias": "sel_only"}),
-    "frozen": Case(is_empty_elsewhere=False, options={"train_raw": False}),
-    "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, broadcasts=False),
-    "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}),
+    "frozen": Case(steps=8, is_empty_elsewhere=False, options={"train_raw": False}),
+    "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, steps=8, broadcasts=False),
+    "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
 BASES: dict[str, Callable[[], Any]] = {
@@ -269,18 +273,72 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     return {"groups": groups, "losses": losses}
 
 
-def main(folder: Path) -> None:
-    """Do everything, and write what came out: one JSON file for each process."""
-    fake_accelerators()
+class _Killer(TrainerCallback):
+    """Ends the second process in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            kill_rank(1)
+
+
+def run_trainer(folder: Path, output: Path, kills_at: int | None = None) -> SELTrainer:
+    """Train with SELTrainer, from the last checkpoint in output if there is one."""
+    start_accelerator(CASES["dense"])
+    model = convert_case(AutoModelForCausalLM.from_pretrained(folder / "qwen2"), CASES["dense"], seed=0)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for batch in BATCHES for row in batch]
+    options = {"per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 3, "logging_steps": 1, "warmup_steps": 2}
+    args = TrainingArguments(str(output), **options, learning_rate=LR, report_to=[], disable_tqdm=True)
+    callbacks = [] if kills_at is None else [_Killer(kills_at)]
+    trainer = SELTrainer(model, args, train_dataset=Dataset.from_list(rows), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.exists() else None)
+    return trainer
+
+
+def get_losses(trainer: SELTrainer) -> list[float]:
+    """Return the loss of every step."""
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+def check_trainer(folder: Path) -> dict[str, Any]:
+    """Train with SELTrainer, and once more from a checkpoint in the middle; save the model."""
+    trainer = run_trainer(folder, folder / "run")
+    if trainer.args.should_save:
+        shutil.copytree(folder / "run" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
+    trainer.accelerator.wait_for_everyone()
+    end = gather_trained(trainer.model)
+    resumed = run_trainer(folder, folder / "resumed")
+    again = gather_trained(resumed.model)
+    resumed.save_model(str(folder / "final"))
+    return {
+        "losses": get_losses(trainer),
+        "again": get_losses(resumed),
+        "resumes_with_equal_bits": all(torch.equal(tensor, end[name]) for name, tensor in again.items()),
+    }
+
+
+def run_until_killed(folder: Path) -> None:
+    """Run SELTrainer, which the second process does not survive unless it resumes."""
+    output = folder / "killed"
+    trainer = run_trainer(folder, output, kills_at=None if output.exists() else 5)
+    (folder / f"killed_{torch.distributed.get_rank()}.json").write_text(json.dumps(get_losses(trainer)))
+
+
+def run_cases(folder: Path) -> None:
+    """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
     results["loads"] = [check_loading(folder, name) for name in ("dense", "frozen", "drop")]
+    results["trainer"] = check_trainer(folder)
     results["broken_base"] = check_broken_base(folder)
     results["mixed_precision"] = check_mixed_precision(folder)
     rank = torch.distributed.get_rank()
     (folder / f"results_{rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[2]))
+    fake_accelerators()
+    {"cases": run_cases, "killed": run_until_killed}[sys.argv[1]](Path(sys.argv[2]))
+    torch.distributed.destroy_process_group()

@@ -90,6 +90,25 @@ def test_state_resumes_exactly(results: list[Any]) -> None:
         assert result["dense"]["resumes_with_equal_bits"]
 
 
+def test_trainer_resumes_exactly_and_saves(folder: Path, results: list[Any]) -> None:
+    for result in results:
+        assert result["trainer"]["again"] == result["trainer"]["losses"] and len(result["trainer"]["losses"]) == 8
+        assert result["trainer"]["resumes_with_equal_bits"]
+    final, last = (load_file(folder / name / "adapter_model.safetensors") for name in ("final", "run/checkpoint-8"))
+    assert_same_bits(final, last)
+    assert "pytorch_model_fsdp_0" in {path.name for path in (folder / "run" / "checkpoint-8").iterdir()}
+
+
+@pytest.mark.slow
+def test_run_whose_second_process_is_killed_goes_on_from_its_last_checkpoint(folder: Path, results: list[Any]) -> None:
+    arguments = (Path(fsdp_worker.__file__), "killed", folder)
+    assert launch(*arguments, config=CONFIGS / "fsdp2.yaml", succeeds=False).returncode != 0
+    assert not (folder / "killed_0.json").exists() and (folder / "killed" / "checkpoint-3").exists()
+    launch(*arguments, config=CONFIGS / "fsdp2.yaml")
+    for rank, result in enumerate(results):
+        assert json.loads((folder / f"killed_{rank}.json").read_text()) == result["trainer"]["losses"]
+
+
 def test_evaluation_runs_on_what_is_there(folder: Path, results: list[Any], dense: Any) -> None:
     logits = load_file(folder / "logits.safetensors")
     threads = torch.get_num_threads()
