@@ -9,7 +9,7 @@ from peft_sel.layer import SELLayer
 from peft_sel.lora import LoraFit, save_as_lora
 from peft_sel.model import SELModel
 from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
-from peft_sel.registry import extend_loading, register
+from peft_sel.registry import extend_loading, extend_saving, register
 from peft_sel.saving import read_adapter, save_adapter
 from peft_sel.training import SELCallback, SELTrainer, SELTrainerMixin
 
@@ -17,6 +17,7 @@ __version__ = version("peft_sel")
 
 register()
 extend_loading(read_adapter)
+extend_saving()
 
 __all__ = [
     "LoraFit",

@@ -12,14 +12,20 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
+from peft_sel.errors import NonFiniteWeightError, OffloadedError
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
+from peft_sel.sharded import gather, make_placeholder
 
 _Layer = TypeVar("_Layer", bound="BaseWeightLayer")
 
 LIVE_LAYERS: WeakSet[BaseWeightLayer] = WeakSet()  # of all models: tells whether an optimizer's parameters are SEL's
 
 
-class BaseWeightLayer(BaseTunerLayer):
+class _Plain:
+    """Makes a class look to Python like nn.Module, so that FSDP2 can make one of its own of a layer's (lm_head's)."""
+
+
+class BaseWeightLayer(_Plain, BaseTunerLayer):
     """Gives the base weight of one target, wherever it is.
 
     A weight set aside (base_weight="cpu", or while an adapter is merged) is no parameter of any module meanwhile, so
@@ -103,6 +109,14 @@ class BaseWeightLayer(BaseTunerLayer):
         if fingerprints_agree(self.base_fingerprint.get(adapter, recorded), recorded):
             self.base_fingerprint[adapter] = recorded
 
+    def check_base_is_finite(self, adapter: str) -> None:
+        """Raise unless the base weight that a train_raw=False adapter inverts holds finite numbers only."""
+        frozen = adapter in self.sel_config and not self.sel_config[adapter].train_raw
+        if frozen and not self.base_weight.is_meta:
+            broken = ~torch.isfinite(gather(self.base_weight))
+            if bool(broken.any()):
+                raise NonFiniteWeightError(self.weight_name, int(broken.sum()))
+
     @property
     def base_is_away(self) -> bool:
         """Whether the base layer cannot run by itself: its weight is in CPU memory, and no other in its place."""
@@ -142,9 +156,25 @@ class BaseWeightLayer(BaseTunerLayer):
             self._put_in_place(weight)
             self.on_cpu = False
 
+    def unmerge(self) -> None:
+        """Put the base weight back, bit for bit."""
+        if not self.merged:
+            return
+        base: Any = self.get_base_layer()
+        if getattr(base, self.parameter_name).is_meta:  # the hook would bring the merged weight back
+            raise OffloadedError(self.module_name, "merged weight")
+        if self.base_dropped is not None:
+            self.drop_base_weight()
+            self._unmerged.clear()
+        elif self.on_cpu:
+            self._put_placeholder()
+        else:
+            setattr(base, self.parameter_name, self._unmerged.pop("weight"))
+        self.merged_adapters.clear()
+
     def _put_placeholder(self) -> None:
         base: Any = self.get_base_layer()
-        placeholder = getattr(base, self.parameter_name).detach().new_empty(0)
+        placeholder = make_placeholder(getattr(base, self.parameter_name))
         delattr(base, self.parameter_name)
         base.register_buffer(self.parameter_name, placeholder, persistent=False)
 
@@ -154,6 +184,22 @@ class BaseWeightLayer(BaseTunerLayer):
         setattr(base, self.parameter_name, weight)
         for name in [name for name in self._parameter_order if name in base._parameters]:
             base._parameters[name] = base._parameters.pop(name)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
+        """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
+        device, _ = super()._get_base_layer_device_and_dtype(base_layer)
+        return device, None
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move what low_cpu_mem_usage put in place to the base layer's device, and out of the file that held it."""
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        layer: Any = self
+        for tensor in layer.tensors(adapter_name):
+            if tensor.device.type == "cpu":  # perhaps mapped: cutting the file later would end the process
+                tensor.data = tensor.data.clone()
+        for buffers in (layer.symexplin_beta, layer.symexplin_transposed):
+            if adapter_name in buffers:
+                buffers[adapter_name] = buffers[adapter_name].clone()
 
     def _apply_aside(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a move or cast to the weight that is set aside; one that stays on the CPU is cast only."""

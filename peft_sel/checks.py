@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import _ExcludedModule
 from torch import Tensor, nn
+from transformers.integrations import is_fsdp_enabled
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX
@@ -24,6 +25,7 @@ from peft_sel.layer import SELLayer
 from peft_sel.numerics import fingerprints_agree
 from peft_sel.removal import iter_sel_layers
 from peft_sel.shapes import vector_config
+from peft_sel.sharded import gather
 from peft_sel.structured import check_sign
 
 
@@ -137,7 +139,7 @@ def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) 
     for key, tensor in state.items():
         module, found, part = key.partition(f".{PREFIX}inner_multiplier.{adapter_name}.")
         if found:
-            modules.setdefault(module, {})[part] = tensor
+            modules.setdefault(module, {})[part] = gather(tensor)
     for module, parts in modules.items():
         is_bias = module.endswith(f".{HOLDER_NAME}.{BIAS}")
         scale = (vector_config(config) if is_bias else config).scale_configs()["inner_multiplier"]
@@ -156,6 +158,10 @@ def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> Non
         )
     if adapter_name == BIAS:  # saving another adapter, PEFT would leave out every tensor with it in its name
         raise AdapterStateError(adapter_name, "has a name that names biases in saved adapters", "choose another")
+    if config.base_weight == "cpu" and is_fsdp_enabled():
+        raise ConfigError(
+            "base_weight", "cpu", "FSDP with cpu_ram_efficient_loading has it in one process only; use 'keep' or 'drop'"
+        )
     others = {name for layer in iter_sel_layers(model) for name in layer.sel_config}
     if adapter_name in others:
         raise AdapterStateError(

@@ -25,6 +25,7 @@ from peft_sel.numerics import (
     width_beta,
 )
 from peft_sel.shapes import expected_shapes, from_matrix, to_matrix, vector_config
+from peft_sel.sharded import is_sharded
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
@@ -41,6 +42,8 @@ def matches_end(pattern: str, name: str) -> bool:
 def check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bool) -> None:
     """Raise unless the weight's values are, or without conversion will be, in memory as floating-point numbers."""
     hook = getattr(base_layer, "_hf_hook", None)
+    if is_sharded(weight):
+        raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is sharded: convert before that")
     if getattr(hook, "offload", False) or (convert and weight.is_meta):
         raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
     if weight.dtype not in FLOAT_DTYPES:

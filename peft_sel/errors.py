@@ -268,6 +268,31 @@ class OffloadedError(SELError):
         )
 
 
+class ShardedError(SELError):
+    """A converted module that FSDP2 shards cannot do what was asked for."""
+
+    def __init__(self, name: str, action: str, way_out: str) -> None:
+        super().__init__(f"{name} is sharded by FSDP2, and {action}; {way_out}")
+
+
+class OtherProcessError(SELError):
+    """Another process could not do its part of what all processes do together."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"process {rank} failed, so that this one stops as well: {message}")
+
+
+class RoundedParameterError(SELError):
+    """Mixed precision of FSDP rounds the parameters of an adapter before they are used."""
+
+    def __init__(self, name: str, found: object, expected: object) -> None:
+        super().__init__(
+            f"{name} gets its adapter's parameters in {found} instead of {expected}, as FSDP's mixed precision makes "
+            "them, which rounds every weight; set mixed_precision to 'no' (bf16=False in TrainingArguments) and load "
+            "the model with dtype=torch.bfloat16, which computes in bf16 as well"
+        )
+
+
 class NewerVersionError(SELError):
     """An adapter was made by a newer peft_sel, whose options this one may not know."""
 

@@ -54,22 +54,29 @@ class KeptWeights:
     """
 
     def __init__(self) -> None:
-        self.enabled = True
+        self.enabled, self.asked_for = True, False
         self._weights: dict[tuple[str, ...], _Kept] = {}
 
     def __len__(self) -> int:
         return len(self._weights)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "_weights": {}}
+        return {"enabled": self.enabled, "asked_for": self.asked_for, "_weights": {}}
 
-    def get(self, adapters: list[str], sources: list[Tensor], compute: Callable[[], Tensor]) -> Tensor:
+    def get(
+        self,
+        adapters: list[str],
+        sources: list[Tensor],
+        compute: Callable[[], Tensor],
+        keeps_unasked: Callable[[], bool] = lambda: True,
+    ) -> Tensor:
         """Return the kept weight of some adapters, or compute and keep it.
 
         Args:
             adapters: Their names.
             sources: Every tensor that the weight depends on.
             compute: Computes the weight.
+            keeps_unasked: Says whether to keep it if nobody has asked for that.
 
         Returns:
             The weight.
@@ -79,7 +86,9 @@ class KeptWeights:
         kept = self._weights.get(tuple(adapters))
         if kept is None or not kept.stamp.is_current(sources):
             stamp = Stamp(sources)
-            kept = self._weights[tuple(adapters)] = _Kept(compute(), stamp)
+            kept = _Kept(compute(), stamp)
+            if self.asked_for or keeps_unasked():
+                self._weights[tuple(adapters)] = kept
         return kept.weight
 
     def clear(self) -> None:

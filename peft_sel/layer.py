@@ -29,24 +29,39 @@ from peft_sel.conversion import (
     tabulate_at_start,
     wide_dtype,
 )
-from peft_sel.errors import BrokenMergeError, DroppedBaseError, NonFiniteWeightError, OffloadedError
+from peft_sel.errors import BrokenMergeError, DroppedBaseError, OffloadedError
 from peft_sel.kept import KeptWeights
 from peft_sel.kernels import Scales, WeightSpec
 from peft_sel.numerics import SCALE_NAMES, InversionReport
 from peft_sel.shapes import matrix_shape
+from peft_sel.sharded import (
+    BUFFERS,
+    check_whole,
+    choose_empty_device,
+    excuse_omitted,
+    is_layer_sharded,
+    is_sharded,
+    omit_buffers,
+)
 from peft_sel.structured import StructuredScale
 
 PERTURBATION = 0.05  # relative, of init_weights=False
 
 
-def _refresh_after_load(layer: SELLayer, _: Any) -> None:
+def _refresh_after_load(layer: SELLayer, keys: Any) -> None:
     """Recompute what follows from loaded values: the starts of the scales, and the raw weight of frozen adapters."""
     layer.kept_weights.clear()
+    excuse_omitted(layer, keys)
+    is_whole = not (is_sharded(layer.base_weight) or layer.base_weight.is_meta)
     for adapter, beta in layer.symexplin_beta.items():
         for scale in layer.scales(adapter).values():
             scale.reset_start(beta)
-        if not layer.sel_config[adapter].train_raw:
+        if layer.sel_config[adapter].train_raw:
+            continue
+        if is_whole:
             layer.refresh_frozen_raw(adapter)
+        elif adapter in layer.symexplin_raw_frozen:
+            del layer.symexplin_raw_frozen[adapter]  # until a pass has the whole base weight
 
 
 class SELLayer(BaseWeightLayer):
@@ -90,11 +105,13 @@ class SELLayer(BaseWeightLayer):
         self.kept_weights = KeptWeights()
         self.keeps_weight_for_backward = False
         self.shared_weights: SharedWeights | None = None  # inside accumulate_gradients
+        self.omitted: tuple[str, ...] = ()  # names of what the next load need not bring
         self._unmerged = {}
         self._parameter_order = tuple(base_layer._parameters)
         self._adopt(base_layer)
         module: Any = self
         module.register_load_state_dict_post_hook(_refresh_after_load)
+        module.register_state_dict_post_hook(omit_buffers)
 
     def _adopt(self, base_layer: Any) -> None:
         """Hold the base layer and describe how its weight lies."""
@@ -137,7 +154,8 @@ class SELLayer(BaseWeightLayer):
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         shape = matrix_shape(config, self.weight_name, tuple(weight.shape[len(self.stack) :]), self.transposed)
-        device = torch.device("meta") if not convert and makes_meta_parameters() else weight.device
+        on_meta = not convert and makes_meta_parameters()
+        device = torch.device("meta") if on_meta else choose_empty_device(weight)
         if convert:
             raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
         else:  # a frozen raw is in no file, but computed when the rest is there
@@ -210,6 +228,7 @@ class SELLayer(BaseWeightLayer):
     def refresh_frozen_raw(self, adapter: str) -> None:
         """Recompute the raw weight of a train_raw=False adapter, or its table, from the base weight and its beta."""
         config, beta = self.sel_config[adapter], self.symexplin_beta[adapter]
+        check_whole(self.module_name, (self.base_weight,), self.base_weight.dtype)
         self.symexplin_raw_frozen[adapter], _ = self._invert(adapter, config, beta, self.base_weight.detach())
 
     def _get_raw(self, adapter: str) -> tuple[Tensor, Tensor | None]:
@@ -218,16 +237,11 @@ class SELLayer(BaseWeightLayer):
             self.drop_if_pending()
         if self.sel_config[adapter].train_raw:
             return self.symexplin_raw[adapter], None
-        if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_weight.dtype:
-            self.refresh_frozen_raw(adapter)  # the base layer was cast
+        table_dtype = self._table_dtypes.get(adapter)
+        if adapter not in self.symexplin_raw_frozen or table_dtype not in (None, self.base_weight.dtype):
+            self.refresh_frozen_raw(adapter)  # a load, or the base layer was cast
         frozen = self.symexplin_raw_frozen[adapter]
         return (self.base_weight, frozen) if adapter in self._table_dtypes else (frozen, None)
-
-    def check_base_is_finite(self, adapter: str) -> None:
-        """Raise unless the base weight that a train_raw=False adapter inverts holds finite numbers only."""
-        frozen = adapter in self.sel_config and not self.sel_config[adapter].train_raw
-        if frozen and not bool(torch.isfinite(self.base_weight).all()):
-            raise NonFiniteWeightError(self.weight_name, int((~torch.isfinite(self.base_weight)).sum()))
 
     def _fold_inputs(
         self, adapter: str, dtype: torch.dtype | None = None
@@ -240,8 +254,11 @@ class SELLayer(BaseWeightLayer):
         spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
         parts: Scales = {name: scale.parts(beta) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
+        others = (*(residual or ()), *(part for scale in parts.values() for part in scale.values()))
+        if any(tensor.is_meta for tensor in (raw, *others)):
             raise OffloadedError(self.module_name, f"adapter {adapter!r}")
+        check_whole(self.module_name, (raw,), RAW_DTYPES[config.raw_dtype] if table is None else raw.dtype)
+        check_whole(self.module_name, others, wide_dtype(config))
         return spec, raw, beta, parts, residual, table
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -300,7 +317,9 @@ class SELLayer(BaseWeightLayer):
             sources += [*raw_and_table, self.symexplin_beta[adapter], *self.tensors(adapter)]
         if training and shared is not None:
             return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
-        return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
+        return self.kept_weights.get(
+            adapters, sources, lambda: self.get_combined_weight(adapters), lambda: not is_layer_sharded(self)
+        )
 
     def _get_wide_weight(self, adapters: list[str]) -> Tensor:
         """Return what get_combined_weight(adapters) does, for one adapter in float32 or float64."""
@@ -349,39 +368,8 @@ class SELLayer(BaseWeightLayer):
         self._put_in_place(nn.Parameter(merged, requires_grad=False))
         self.merged_adapters.extend(new)
 
-    def unmerge(self) -> None:
-        """Put the base weight back, bit for bit."""
-        if not self.merged:
-            return
-        base: Any = self.get_base_layer()
-        if getattr(base, self.parameter_name).is_meta:  # the hook would bring the merged weight back
-            raise OffloadedError(self.module_name, "merged weight")
-        if self.base_dropped is not None:
-            self.drop_base_weight()
-            self._unmerged.clear()
-        elif self.on_cpu:
-            self._put_placeholder()
-        else:
-            setattr(base, self.parameter_name, self._unmerged.pop("weight"))
-        self.merged_adapters.clear()
-
     def _active_unmerged(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.sel_config and name not in self.merged_adapters]
-
-    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, None]:
-        """Answer the device only: PEFT would round float32 tensors to the dtype of the base layer."""
-        device, _ = super()._get_base_layer_device_and_dtype(base_layer)
-        return device, None
-
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move what low_cpu_mem_usage put in place to the base layer's device, and out of the file that held it."""
-        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for tensor in self.tensors(adapter_name):
-            if tensor.device.type == "cpu":  # perhaps mapped: cutting the file later would end the process
-                tensor.data = tensor.data.clone()
-        for buffers in (self.symexplin_beta, self.symexplin_transposed):
-            if adapter_name in buffers:
-                buffers[adapter_name] = buffers[adapter_name].clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Apply device moves to everything, but dtype casts to the base layer only."""
@@ -390,10 +378,15 @@ class SELLayer(BaseWeightLayer):
             result = fn(tensor)
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
+        def keep_values(tensor: Tensor) -> Tensor:  # accelerate shards on the meta device, and brings no buffers back
+            result = keep_dtype(tensor)
+            return tensor if result.is_meta and torch.distributed.is_initialized() else result
+
         module: Any = self
         self.kept_weights.clear()
         if recurse:
             for name, child in module.named_children():
-                child._apply(fn if name in ("base_layer", HOLDER_NAME) else keep_dtype)
+                own = keep_values if name in BUFFERS else keep_dtype
+                child._apply(fn if name in ("base_layer", HOLDER_NAME) else own)
         self._apply_aside(fn)
         return nn.Module._apply(module, fn, recurse=False)

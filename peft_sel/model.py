@@ -26,6 +26,8 @@ from peft_sel.errors import (
     AdapterStateError,
     ConfigError,
     DroppedBaseError,
+    OtherProcessError,
+    ShardedError,
     UnsupportedModuleError,
     list_names,
 )
@@ -35,6 +37,7 @@ from peft_sel.mixed import route_rows
 from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.sharded import WAY_OUT, agree, awaits_values, is_layer_sharded, share_conversion
 from peft_sel.state import SavedTuner
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
 from peft_sel.trl import TRAINED, copy_adapter, is_reference
@@ -61,11 +64,12 @@ class SELModel(SavedTuner):
 
         Args:
             evaluation: In eval mode without gradients, between forward passes until train() is called; the default,
-                since generating text would otherwise compute every weight for every token.
+                since generating text would otherwise compute every weight for every token. A model that FSDP2 shards
+                keeps none unless asked here, since each process would keep all; a write into a shard goes unseen then.
             training: From forward to backward, by linear layers; saves the time to compute them once more.
         """
         for layer in self.sel_layers():
-            layer.kept_weights.enabled = evaluation
+            layer.kept_weights.enabled = layer.kept_weights.asked_for = evaluation
             layer.kept_weights.clear()
             layer.keeps_weight_for_backward = training
 
@@ -125,7 +129,9 @@ class SELModel(SavedTuner):
                 stacklevel=2,
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
-        self._convert = not (low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters())
+        self._convert = not (
+            low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters() or awaits_values(model)
+        )
         if not any(iter_sel_layers(model)):
             # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
             self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -140,8 +146,11 @@ class SELModel(SavedTuner):
                 super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
             if is_reference(self.peft_config, adapter_name):
                 copy_adapter(model, TRAINED, adapter_name)
-        except BaseException:
+            agree(None)
+        except BaseException as error:
             self._roll_back(model, adapter_name)
+            if isinstance(error, Exception) and not isinstance(error, OtherProcessError):
+                agree(error)
             raise
         finally:
             self._progress.close()
@@ -149,7 +158,9 @@ class SELModel(SavedTuner):
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
-        warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
+        share_conversion(iter_sel_layers(model), adapter_name)
+        if not awaits_values(model):  # the first process has read the base
+            warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
         place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
@@ -287,6 +298,10 @@ class SELModel(SavedTuner):
         if (adapter := self._dropped()) is not None:
             raise DroppedBaseError(action, adapter)
 
+    def _require_whole(self, action: str) -> None:
+        if (layer := next(self.sel_layers(), None)) is not None and is_layer_sharded(layer):
+            raise ShardedError(layer.module_name, f"{action} would leave its shards behind", WAY_OUT)
+
     def disable_adapter_layers(self) -> None:
         """Run the base model until adapters are enabled again; an error where the base weights were dropped."""
         self._require_base("disable_adapter")
@@ -322,6 +337,7 @@ class SELModel(SavedTuner):
         Raises:
             DroppedBaseError: If it is the one that dropped the base weights.
         """
+        self._require_whole("delete_adapter")
         if self._dropped() == adapter_name:
             raise DroppedBaseError("delete_adapter", adapter_name)
         others = sorted({*self.peft_config} - {adapter_name})
@@ -334,6 +350,7 @@ class SELModel(SavedTuner):
 
     def unload(self) -> nn.Module:
         """Return the base model; the converted weights are those from before conversion, bit for bit."""
+        self._require_whole("unload")
         self._require_base("unload")
         self.unmerge_adapter()
         return super().unload()
@@ -349,6 +366,7 @@ class SELModel(SavedTuner):
             AdapterStateError: If the model lacks one.
         """
         self._check_known(adapter_names)
+        self._require_whole("merge_adapter")
         if safe_merge:
             check_merged_is_finite(self.sel_layers(), self.active_adapters if adapter_names is None else adapter_names)
         super().merge_adapter(adapter_names=adapter_names)
@@ -361,6 +379,7 @@ class SELModel(SavedTuner):
         adapter_names: list[str] | None = None,
     ) -> Any:
         self._check_known(adapter_names)
+        self._require_whole("unloading")
         names = self.active_adapters if adapter_names is None else adapter_names
         if not merge or not any(layer.merged or {*names} & {*layer.sel_config} for layer in self.sel_layers()):
             self._require_base("unloading without a merged adapter")

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from peft_sel.checkpoint.staging import require_folder, staged_folder
 from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX
 from peft_sel.errors import AdapterStateError, CheckpointError, ConfigError, OutputExistsError, list_names
+from peft_sel.sharded import is_sharded_model, write_from_first
 from peft_sel.state import SavedTensors
 
 MAX_SHARD_BYTES = 50_000_000_000  # what the hub takes as one file
@@ -51,7 +53,7 @@ def save_adapter(
     Writes what PeftModel.save_pretrained writes, the same tensors in the same file (on GPUs copied out one at a time),
     but into a hidden folder beside, brought to the disk and renamed. Bigger adapters become shards with an index, as
     checkpoints do; PeftModel.from_pretrained, merge_checkpoint and inspect read these as well. On several processes,
-    call it on one.
+    call it on one; under FSDP2 on all, which gather tensor after tensor for the first, and that one writes.
 
     Args:
         model: The model.
@@ -67,6 +69,7 @@ def save_adapter(
         OffloadedError: If tensors of it are not in memory.
         MultiplierSignError: If training brought a multiplier that the transform is divided by to 0 or below.
         CheckpointError: If folder holds something else than an adapter, or cannot be written.
+        OtherProcessError: If the first of several processes fails, and this is another.
     """
     folder = Path(folder)
     config = getattr(model, "peft_config", {}).get(adapter_name)
@@ -74,21 +77,28 @@ def save_adapter(
         raise AdapterStateError(adapter_name, "is no SEL adapter of this model", "name one that get_peft_model added")
     if max_shard_bytes < 1:
         raise ConfigError("max_shard_bytes", max_shard_bytes, "a file needs room for at least one byte")
-    if os.path.lexists(folder) and not overwrite:
-        raise OutputExistsError(folder, "overwrite=True")
     tensors = get_peft_model_state_dict(model, adapter_name=adapter_name)
     entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype, "") for name, tensor in sorted(tensors.items())]
     entries = plan_shards(entries, max_shard_bytes, ADAPTER_FILE)
-    with staged_folder(folder, check=list_other_files if overwrite else None) as unfinished:
-        for path in list_other_files(folder) if overwrite else []:
-            _copy_or_link(path, unfinished / path.name)
-        files = list(dict.fromkeys(entry.file for entry in entries))
-        for file in files:
-            members = [entry for entry in entries if entry.file == file]
-            write_shard(unfinished / file, members, lambda entry: tensors[entry.name], {"format": "pt"})
-        if len(files) > 1:
-            write_index(unfinished / INDEX_NAME, entries, {})
-        _write_config(model, config, unfinished)
+
+    def write(read: Callable[[str], Tensor]) -> None:
+        if os.path.lexists(folder) and not overwrite:
+            raise OutputExistsError(folder, "overwrite=True")
+        with staged_folder(folder, check=list_other_files if overwrite else None) as unfinished:
+            for path in list_other_files(folder) if overwrite else []:
+                _copy_or_link(path, unfinished / path.name)
+            files = list(dict.fromkeys(entry.file for entry in entries))
+            for file in files:
+                members = [entry for entry in entries if entry.file == file]
+                write_shard(unfinished / file, members, lambda entry: read(entry.name), {"format": "pt"})
+            if len(files) > 1:
+                write_index(unfinished / INDEX_NAME, entries, {})
+            _write_config(model, config, unfinished)
+
+    if is_sharded_model(model):
+        write_from_first(tensors, write)
+    else:
+        write(tensors.__getitem__)
 
 
 def list_other_files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
 from peft_sel.errors import OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.sharded import drop_awaited
 
 _take_out: ContextVar[list[Callable[[], None]] | None] = ContextVar("_take_out", default=None)
 
@@ -136,4 +137,4 @@ class SavedTuner(BaseTuner):
         for layer in iter_sel_layers(model):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
-        return mapped
+        return drop_awaited(model, iter_sel_layers(model), own, mapped)

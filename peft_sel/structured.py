@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from peft_sel.errors import MultiplierSignError
 from peft_sel.numerics import MIN_LINEAR_BETA, init_parts, smallest_value, start_value
 from peft_sel.scale_config import ResolvedScale
+from peft_sel.sharded import gather
 
 PREFIX = "symexplin_"  # of every saved key
 
@@ -68,7 +69,7 @@ class StructuredScale(nn.Module):
         Raises:
             MultiplierSignError: If it has.
         """
-        check_sign(self.config, {part: getattr(self, part) for part in self.part_names}, name)
+        check_sign(self.config, {part: gather(getattr(self, part)) for part in self.part_names}, name)
 
 
 def _divisor(config: ResolvedScale, beta: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -27,7 +28,8 @@ from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
 from peft_sel.removal import iter_sel_layers
-from peft_sel.structured import StructuredScale
+from peft_sel.sharded import gather, is_sharded_model
+from peft_sel.structured import StructuredScale, transform_parts
 from peft_sel.trl import check_trainer
 
 if TYPE_CHECKING:
@@ -101,7 +103,8 @@ def _name_role(path: str) -> str:
 
 def _mean_scale(scale: StructuredScale, beta: Tensor) -> float:
     """Return the mean of a scale over the weight, from its parts alone."""
-    parts = scale.parts(beta)
+    own = {name: gather(getattr(scale, name)).to(beta.device) for name in scale.part_names}
+    parts = transform_parts(scale.config, own, beta)
     if scale.pattern == "lora":
         low_rank = (parts["b"].mean(-2) * parts["a"].mean(-1)).sum(-1, keepdim=True)
         return float((parts["base"] + low_rank).mean())
@@ -323,6 +326,24 @@ class SELTrainerMixin(_TrainerBase):
         """Push to the hub, but from a checkpoint that is complete."""
         if self._unfinished is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter; under FSDP2, where all processes have to call it, whatever the state_dict_type.
+
+        Args:
+            output_dir: Folder; args.output_dir by default.
+            _internal_call: Trainer's.
+        """
+        model: Any = self.model
+        if not (isinstance(model, PeftModel) and is_sharded_model(model)):
+            super().save_model(output_dir, _internal_call)
+            return
+        if self.args.should_save:
+            self._save(output_dir)
+        else:
+            model.save_pretrained(output_dir or self.args.output_dir or "")  # gives its shards to the first process
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save model, tokenizer and arguments: a folder that is not there yet appears when it is complete."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from peft_sel.config import ScaleConfig, SELConfig
@@ -74,17 +75,24 @@ def sel_param_groups(
 
     Raises:
         ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
-        ParameterGroupError: If no SEL parameter is trainable, or a SEL parameter has no known role.
+        ParameterGroupError: If no SEL parameter is trainable, one has no known role, a trainable parameter is on the
+            meta device, or FSDP1 wraps the model.
     """
     if not 0 < lr < math.inf:
         raise ConfigError("lr", lr, "the base learning rate must be a positive finite number")
     if not 0 <= weight_decay < math.inf:
         raise ConfigError("weight_decay", weight_decay, "must be 0 or a positive finite number")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ParameterGroupError(
+            "FSDP1 wraps the model, and its flat parameters mix roles",
+            "set fsdp_version: 2 in Accelerate's config (version: 2 in Trainer's fsdp_config)",
+        )
     known = find_sel_settings(model.modules())
     owners = dict(model.named_modules(remove_duplicate=False))
     grouped: dict[tuple[GroupSettings, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            _check_has_place(name, parameter)
             settings = known.get(id(parameter)) or _settings_outside_sel(name, owners[name.rpartition(".")[0]])
             settings = _apply_lr_scale(settings, lr_scale, name, parameter)
             # 1 step and the fraction 1.0 are equal numbers and different settings
@@ -171,6 +179,16 @@ def create_sel_optimizer(
         >>> trainer = Trainer(model, args, optimizers=(optimizer, scheduler))  # doctest: +SKIP
     """
     return optimizer_cls(sel_param_groups(model, lr, weight_decay, lr_scale=lr_scale), lr=lr, **kwargs)
+
+
+def _check_has_place(name: str, parameter: nn.Parameter) -> None:
+    """Raise if a trainable parameter has no memory; accelerate's FSDP2 would take it for another in the optimizer."""
+    if parameter.is_meta:
+        raise ParameterGroupError(
+            f"{name} is trainable and on the meta device",
+            "under FSDP2 set cpu_ram_efficient_loading to false, or train SEL parameters only, without modules_to_save "
+            "and bias='all'; else load the model into memory",
+        )
 
 
 def _apply_lr_scale(
