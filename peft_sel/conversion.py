@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.errors import AdapterMismatchError, ConfigError, ConvergenceError, UnsupportedModuleError
+from peft_sel.errors import (
+    AdapterMismatchError,
+    ConfigError,
+    ConvergenceError,
+    OffloadedError,
+    PartitionedError,
+    RoundedError,
+    UnsupportedModuleError,
+)
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
     INFINITIES,
@@ -23,6 +31,7 @@ from peft_sel.numerics import (
     stack_tables,
     width_beta,
 )
+from peft_sel.partitioned import is_away
 from peft_sel.shapes import expected_shapes, from_matrix, to_matrix, vector_config
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
@@ -44,6 +53,47 @@ def check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bo
         raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
     if weight.dtype not in FLOAT_DTYPES:
         raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")
+
+
+def check_usable(
+    name: str,
+    adapter: str,
+    config: SELConfig,
+    raw: Tensor,
+    residual: tuple[Tensor, Tensor] | None,
+    scales: Scales,
+) -> None:
+    """Raise unless what a weight is computed from is in memory, whole, and as wide as the configuration says.
+
+    Args:
+        name: Module name.
+        adapter: Name of the adapter.
+        config: Its configuration.
+        raw: Raw weight; the base weight, where a table leads from it to raw.
+        residual: (A, B), or None.
+        scales: Parts of each scale.
+
+    Raises:
+        OffloadedError: If a tensor is on the meta device.
+        PartitionedError: If one is split among processes and not gathered.
+        RoundedError: If something has cast what trains.
+    """
+    beside = [*(residual or ()), *(part for parts in scales.values() for part in parts.values())]
+    if raw.is_meta or any(tensor.is_meta for tensor in beside):
+        raise OffloadedError(name, f"adapter {adapter!r}")
+    if torch.compiler.is_compiling():
+        return
+    if is_away(raw) or (raw.numel() and any(tensor.numel() == 0 for tensor in beside)):
+        way_out = (
+            "train and evaluate through the prepared model, and merge the saved adapter with merge_checkpoint "
+            "(peft-sel merge), or in a process without DeepSpeed"
+        )
+        raise PartitionedError(f"adapter {adapter!r} of {name}", "computing its effective weight", way_out)
+    wide, raw_dtype = wide_dtype(config), RAW_DTYPES[config.raw_dtype] if config.train_raw else raw.dtype
+    for tensor, dtype in [(raw, raw_dtype), *((tensor, wide) for tensor in beside)]:
+        if tensor.dtype != dtype:
+            found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
+            raise RoundedError(name, adapter, found, wanted)
 
 
 def resolve_beta(

@@ -253,6 +253,24 @@ class OffloadedError(SELError):
         )
 
 
+class PartitionedError(SELError):
+    """Something needs a weight whole that DeepSpeed ZeRO-3 has split among processes."""
+
+    def __init__(self, name: str, action: str, way_out: str) -> None:
+        super().__init__(f"{action} needs {name} whole, and DeepSpeed ZeRO-3 has split it among processes; {way_out}")
+
+
+class RoundedError(SELError):
+    """Something has cast trained tensors to fewer bits, against raw_dtype."""
+
+    def __init__(self, name: str, adapter: str, found: str, raw_dtype: str) -> None:
+        super().__init__(
+            f"adapter {adapter!r} of {name} was cast to {found}, which rounds away what training adds to {raw_dtype}; "
+            "under DeepSpeed switch bf16 and fp16 off and torch_autocast on, as configs/accelerate/zero2.json does, "
+            "elsewhere use autocast, or choose raw_dtype yourself"
+        )
+
+
 class NewerVersionError(SELError):
     """An adapter was made by a newer peft_sel, whose options this one may not know."""
 

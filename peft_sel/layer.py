@@ -20,6 +20,7 @@ from peft_sel.conversion import (
     PREFIX,
     add_differences,
     check_readable,
+    check_usable,
     draw_target,
     fold_weight,
     invert_at_start,
@@ -218,7 +219,7 @@ class SELLayer(BaseWeightLayer):
             self.drop_if_pending()
         if self.sel_config[adapter].train_raw:
             return self.symexplin_raw[adapter], None
-        if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_weight.dtype:
+        if adapter in self._table_dtypes and self._table_dtypes[adapter] != self.base_dtype:
             self.refresh_frozen_raw(adapter)  # the base layer was cast
         frozen = self.symexplin_raw_frozen[adapter]
         return (self.base_weight, frozen) if adapter in self._table_dtypes else (frozen, None)
@@ -237,11 +238,10 @@ class SELLayer(BaseWeightLayer):
         raw, table = self._get_raw(adapter)
         beta: Tensor = self.symexplin_beta[adapter]
         patterns = tuple((name, scale.pattern) for name, scale in scales.items())
-        spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
+        spec = make_spec(config, patterns, self.base_dtype if dtype is None else dtype)
         parts: Scales = {name: scale.parts(beta) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        if any(tensor.is_meta for tensor in (raw, *(residual or ()), *(p for s in parts.values() for p in s.values()))):
-            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
+        check_usable(self.module_name, adapter, config, raw, residual, parts)
         return spec, raw, beta, parts, residual, table
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -273,7 +273,7 @@ class SELLayer(BaseWeightLayer):
         """Return the weight with adapters applied: w_eff itself for one, w_base + sum(w_eff_i - w_base) for several."""
         if len(adapters) == 1:
             return self.get_effective_weight(adapters[0])
-        return add_differences(self.fetch_base_weight(), map(self.get_delta_weight, adapters), self.base_weight.dtype)
+        return add_differences(self.fetch_base_weight(), map(self.get_delta_weight, adapters), self.base_dtype)
 
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
@@ -299,7 +299,7 @@ class SELLayer(BaseWeightLayer):
             raw, table = self._get_raw(adapter)
             sources += [raw, *([] if table is None else [table]), self.symexplin_beta[adapter], *self._tensors(adapter)]
         if training and shared is not None:
-            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
+            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_dtype)
         return self.kept_weights.get(adapters, sources, lambda: self.get_combined_weight(adapters))
 
     def _get_wide_weight(self, adapters: list[str]) -> Tensor:

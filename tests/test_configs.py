@@ -19,7 +19,7 @@ from peft_sel.numerics import width_beta
 from peft_sel.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parent.parent / "configs"
-CONFIGS = sorted(FOLDER.rglob("*.yaml"))
+CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.parent.name != "accelerate")
 ABLATIONS = sorted((FOLDER / "ablations").glob("*.yaml"))
 WIDTHS = {1024: (12, 7.5), 2048: (24, 13.52), 3072: (36, 19.08)}  # depth, beta
 TINY_SIZES = {
