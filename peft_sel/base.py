@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from peft_sel.config import SELConfig
 from peft_sel.errors import NonFiniteWeightError, OffloadedError
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
+from peft_sel.partitioned import is_split
 from peft_sel.sharded import gather, make_placeholder
 
 _Layer = TypeVar("_Layer", bound="BaseWeightLayer")
@@ -58,10 +59,21 @@ class BaseWeightLayer(_Plain, BaseTunerLayer):
         weight: Tensor = self._unmerged.get("weight", getattr(base, self.parameter_name))
         return weight
 
+    def _peek_base_weight(self) -> Tensor:
+        """Return the base weight without letting ZeRO-3, which watches attributes, gather its values for that."""
+        held: Tensor | None = vars(self.get_base_layer())["_parameters"].get(self.parameter_name)
+        return self.base_weight if held is None or self._unmerged else held
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """Dtype of the base weight."""
+        return self._peek_base_weight().dtype
+
     @property
     def base_dropped(self) -> str | None:
         """Name of the adapter that freed the base weight, or None."""
-        if self.base_weight.numel() == 0 and self.in_features and self.out_features:
+        weight = self._peek_base_weight()
+        if weight.numel() == 0 and not is_split(weight) and self.in_features and self.out_features:
             return next((name for name, config in self.sel_config.items() if config.base_weight == "drop"), "default")
         return None
 

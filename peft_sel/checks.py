@@ -19,10 +19,12 @@ from peft_sel.errors import (
     BrokenMergeError,
     ConfigError,
     OtherBaseError,
+    PartitionedError,
     list_names,
 )
 from peft_sel.layer import SELLayer
 from peft_sel.numerics import fingerprints_agree
+from peft_sel.partitioned import is_split, whole_shape
 from peft_sel.removal import iter_sel_layers
 from peft_sel.shapes import vector_config
 from peft_sel.sharded import gather
@@ -185,6 +187,69 @@ def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> Non
             f"{moving[0]!r} moves them to the CPU",
             "use base_weight='keep' for all adapters of this model",
         )
+
+
+def check_can_split(model: nn.Module, config: SELConfig) -> None:
+    """Raise if an adapter cannot run where DeepSpeed ZeRO-3 has split the base weights.
+
+    Args:
+        model: The base model.
+        config: The adapter's configuration.
+
+    Raises:
+        ConfigError: If so, naming the field.
+    """
+    if not any(map(is_split, model.parameters())):
+        return
+    elsewhere = "use FSDP2 or ZeRO-2 (configs/accelerate)"
+    if config.base_weight == "cpu":
+        raise ConfigError("base_weight", "cpu", "ZeRO-3 has split the base weights; use 'drop' or its offload_param")
+    if config.target_parameters:
+        reason = f"ZeRO-3 gathers parameters for the module that owns them, which runs without its own; {elsewhere}"
+        raise ConfigError("target_parameters", config.target_parameters, reason)
+    if not config.train_raw:
+        reason = f"ZeRO-3 loads the base in float32, of which each process would hold all raw weights; {elsewhere}"
+        raise ConfigError("train_raw", False, reason)
+
+
+def check_gathered(model: nn.Module, adapter_name: str, state: dict[str, Tensor]) -> None:
+    """Raise unless what is saved of an adapter has all of its tensors that ZeRO-3 has split, whole.
+
+    Args:
+        model: The model.
+        adapter_name: Name of the adapter.
+        state: What is saved, by the model's keys.
+
+    Raises:
+        PartitionedError: If one is missing or not whole.
+    """
+    for name, parameter in model.named_parameters():
+        own = f".{PREFIX}" in name and (name.endswith(f".{adapter_name}") or f".{adapter_name}." in name)
+        if own and is_split(parameter) and (name not in state or state[name].shape != whole_shape(parameter)):
+            way_out = (
+                "pass state_dict=accelerator.get_state_dict(prepared_model), called in every process, to "
+                "save_pretrained, and set zero3_save_16bit_model: true for that, which changes no dtype"
+            )
+            raise PartitionedError(name, "saving", way_out)
+
+
+def check_loadable(model: nn.Module, mapped: dict[str, Tensor]) -> None:
+    """Raise if ZeRO-3 has split what is to be loaded into, so that copying would fail.
+
+    Args:
+        model: The model.
+        mapped: What is to be loaded, by the model's keys.
+
+    Raises:
+        PartitionedError: If so.
+    """
+    for name, parameter in model.named_parameters():
+        if name in mapped and is_split(parameter):
+            way_out = (
+                "load with PeftModel.from_pretrained before accelerator.prepare, an adapter with modules_to_save in "
+                "a process without ZeRO-3; a run goes on from the checkpoint that DeepSpeed wrote"
+            )
+            raise PartitionedError(name, "loading an adapter", way_out)
 
 
 def check_found(target: str, found: list[str], is_target: Callable[[str], Any]) -> None:

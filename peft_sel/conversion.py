@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from peft_sel.config import RAW_DTYPES, SELConfig
-from peft_sel.errors import AdapterMismatchError, ConfigError, ConvergenceError, UnsupportedModuleError
+from peft_sel.errors import (
+    AdapterMismatchError,
+    ConfigError,
+    ConvergenceError,
+    OffloadedError,
+    PartitionedError,
+    RoundedError,
+    UnsupportedModuleError,
+)
 from peft_sel.kernels import Scales, WeightSpec, fold
 from peft_sel.numerics import (
     INFINITIES,
@@ -24,8 +32,9 @@ from peft_sel.numerics import (
     stack_tables,
     width_beta,
 )
+from peft_sel.partitioned import is_away
 from peft_sel.shapes import expected_shapes, from_matrix, to_matrix, vector_config
-from peft_sel.sharded import is_sharded
+from peft_sel.sharded import check_whole, is_sharded
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
 
 HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter that target_parameters named
@@ -55,6 +64,49 @@ def makes_meta_parameters() -> bool:
     probe = nn.Module()
     probe.parameter = nn.Parameter(torch.empty(0))
     return probe.parameter.device.type == "meta"
+
+
+def check_usable(
+    name: str,
+    adapter: str,
+    config: SELConfig,
+    raw: Tensor,
+    residual: tuple[Tensor, Tensor] | None,
+    scales: Scales,
+) -> None:
+    """Raise unless what a weight is computed from is in memory, whole, and as wide as the configuration says.
+
+    Args:
+        name: Module name.
+        adapter: Name of the adapter.
+        config: Its configuration.
+        raw: Raw weight; the base weight, where a table leads from it to raw.
+        residual: (A, B), or None.
+        scales: Parts of each scale.
+
+    Raises:
+        OffloadedError: If a tensor is on the meta device.
+        ShardedError: If FSDP2 has left this process a part of one.
+        PartitionedError: If ZeRO-3 has split one among processes, and it is not gathered.
+        RoundedError: If something has cast what trains.
+    """
+    beside = [*(residual or ()), *(part for parts in scales.values() for part in parts.values())]
+    if raw.is_meta or any(tensor.is_meta for tensor in beside):
+        raise OffloadedError(name, f"adapter {adapter!r}")
+    if torch.compiler.is_compiling():
+        return
+    check_whole(name, [raw, *beside])
+    if is_away(raw) or (raw.numel() and any(tensor.numel() == 0 for tensor in beside)):
+        way_out = (
+            "train and evaluate through the prepared model, and merge the saved adapter with merge_checkpoint "
+            "(peft-sel merge), or in a process without DeepSpeed"
+        )
+        raise PartitionedError(f"adapter {adapter!r} of {name}", "computing its effective weight", way_out)
+    wide, raw_dtype = wide_dtype(config), RAW_DTYPES[config.raw_dtype] if config.train_raw else raw.dtype
+    for tensor, dtype in [(raw, raw_dtype), *((tensor, wide) for tensor in beside)]:
+        if tensor.dtype != dtype:
+            found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
+            raise RoundedError(name, adapter, found, wanted)
 
 
 def resolve_beta(

@@ -282,14 +282,22 @@ class OtherProcessError(SELError):
         super().__init__(f"process {rank} failed, so that this one stops as well: {message}")
 
 
-class RoundedParameterError(SELError):
-    """Mixed precision of FSDP rounds the parameters of an adapter before they are used."""
+class PartitionedError(SELError):
+    """Something needs a weight whole that DeepSpeed ZeRO-3 has split among processes."""
 
-    def __init__(self, name: str, found: object, expected: object) -> None:
+    def __init__(self, name: str, action: str, way_out: str) -> None:
+        super().__init__(f"{action} needs {name} whole, and DeepSpeed ZeRO-3 has split it among processes; {way_out}")
+
+
+class RoundedError(SELError):
+    """Something has cast trained tensors to fewer bits, against raw_dtype."""
+
+    def __init__(self, name: str, adapter: str, found: str, raw_dtype: str) -> None:
         super().__init__(
-            f"{name} gets its adapter's parameters in {found} instead of {expected}, as FSDP's mixed precision makes "
-            "them, which rounds every weight; set mixed_precision to 'no' (bf16=False in TrainingArguments) and load "
-            "the model with dtype=torch.bfloat16, which computes in bf16 as well"
+            f"adapter {adapter!r} of {name} was cast to {found}, which rounds away what training adds to {raw_dtype}; "
+            "under FSDP set mixed_precision to 'no' (bf16=False in TrainingArguments) and load the model in bfloat16, "
+            "under DeepSpeed switch bf16 and fp16 off and torch_autocast on, as configs/accelerate/zero2.json does, "
+            "elsewhere use autocast, or choose raw_dtype yourself"
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from peft_sel.partitioned import is_split
+
 _optimizer_steps = 0
 
 
@@ -81,7 +83,8 @@ class KeptWeights:
         Returns:
             The weight.
         """
-        if not self.enabled or any(tensor.is_inference() for tensor in sources):  # these do not count writes
+        # Tensors of inference count no writes; kept, what is made of split ones would be whole in every process.
+        if not self.enabled or any(tensor.is_inference() or is_split(tensor) for tensor in sources):
             return compute()
         kept = self._weights.get(tuple(adapters))
         if kept is None or not kept.stamp.is_current(sources):

@@ -19,6 +19,7 @@ from peft_sel.conversion import (
     PREFIX,
     add_differences,
     check_readable,
+    check_usable,
     draw_target,
     fold_weight,
     init_residual,
@@ -228,7 +229,7 @@ class SELLayer(BaseWeightLayer):
     def refresh_frozen_raw(self, adapter: str) -> None:
         """Recompute the raw weight of a train_raw=False adapter, or its table, from the base weight and its beta."""
         config, beta = self.sel_config[adapter], self.symexplin_beta[adapter]
-        check_whole(self.module_name, (self.base_weight,), self.base_weight.dtype)
+        check_whole(self.module_name, [self.base_weight])
         self.symexplin_raw_frozen[adapter], _ = self._invert(adapter, config, beta, self.base_weight.detach())
 
     def _get_raw(self, adapter: str) -> tuple[Tensor, Tensor | None]:
@@ -238,7 +239,7 @@ class SELLayer(BaseWeightLayer):
         if self.sel_config[adapter].train_raw:
             return self.symexplin_raw[adapter], None
         table_dtype = self._table_dtypes.get(adapter)
-        if adapter not in self.symexplin_raw_frozen or table_dtype not in (None, self.base_weight.dtype):
+        if adapter not in self.symexplin_raw_frozen or table_dtype not in (None, self.base_dtype):
             self.refresh_frozen_raw(adapter)  # a load, or the base layer was cast
         frozen = self.symexplin_raw_frozen[adapter]
         return (self.base_weight, frozen) if adapter in self._table_dtypes else (frozen, None)
@@ -251,14 +252,10 @@ class SELLayer(BaseWeightLayer):
         raw, table = self._get_raw(adapter)
         beta: Tensor = self.symexplin_beta[adapter]
         patterns = tuple((name, scale.pattern) for name, scale in scales.items())
-        spec = make_spec(config, patterns, self.base_weight.dtype if dtype is None else dtype)
+        spec = make_spec(config, patterns, self.base_dtype if dtype is None else dtype)
         parts: Scales = {name: scale.parts(beta) for name, scale in scales.items()}
         residual = (self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter]) if config.r > 0 else None
-        others = (*(residual or ()), *(part for scale in parts.values() for part in scale.values()))
-        if any(tensor.is_meta for tensor in (raw, *others)):
-            raise OffloadedError(self.module_name, f"adapter {adapter!r}")
-        check_whole(self.module_name, (raw,), RAW_DTYPES[config.raw_dtype] if table is None else raw.dtype)
-        check_whole(self.module_name, others, wide_dtype(config))
+        check_usable(self.module_name, adapter, config, raw, residual, parts)
         return spec, raw, beta, parts, residual, table
 
     def get_effective_weight(self, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -290,7 +287,7 @@ class SELLayer(BaseWeightLayer):
         """Return the weight with adapters applied: w_eff itself for one, w_base + sum(w_eff_i - w_base) for several."""
         if len(adapters) == 1:
             return self.get_effective_weight(adapters[0])
-        return add_differences(self.fetch_base_weight(), map(self.get_delta_weight, adapters), self.base_weight.dtype)
+        return add_differences(self.fetch_base_weight(), map(self.get_delta_weight, adapters), self.base_dtype)
 
     def get_running_weight(self, adapters: list[str]) -> Tensor:
         """Return get_combined_weight(adapters) for a forward pass, computed once for all passes of an evaluation.
@@ -316,7 +313,7 @@ class SELLayer(BaseWeightLayer):
             raw_and_table = (tensor for tensor in self._get_raw(adapter) if tensor is not None)
             sources += [*raw_and_table, self.symexplin_beta[adapter], *self.tensors(adapter)]
         if training and shared is not None:
-            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
+            return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_dtype)
         return self.kept_weights.get(
             adapters, sources, lambda: self.get_combined_weight(adapters), lambda: not is_layer_sharded(self)
         )

@@ -16,6 +16,7 @@ from peft_sel.accumulation import Accumulation, share_weights
 from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.checks import (
     check_can_add,
+    check_can_split,
     check_found,
     check_merged_is_finite,
     check_tokens,
@@ -35,6 +36,7 @@ from peft_sel.experts import find_parameters, find_untouched_experts, is_interna
 from peft_sel.layer import SELLayer
 from peft_sel.mixed import route_rows
 from peft_sel.modules import SELModule, choose_layer_class
+from peft_sel.partitioned import gathered, split_like
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.removal import iter_sel_layers, remove_adapter
 from peft_sel.sharded import WAY_OUT, agree, awaits_values, is_layer_sharded, share_conversion
@@ -121,6 +123,7 @@ class SELModel(SavedTuner):
         """
         config: Any = self.peft_config[adapter_name]
         check_can_add(model, adapter_name, config)
+        check_can_split(model, config)
         weakened = config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.draws_targets
         if weakened and not config.inference_mode:
             warnings.warn(
@@ -222,26 +225,30 @@ class SELModel(SavedTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
-        if parameter_name is not None:
-            holder = place_holder(parent, target_name, target)
-            holder.add_adapter(parameter_name, adapter_name, peft_config, name=current_key, **options)
-        elif isinstance(target, SELLayer):
-            target.update_layer(adapter_name, peft_config, **options)
-        else:
-            owner: Any = type(parent)
-            if reads_weight_itself(owner, target_name):
-                reason = f"{owner.__name__} reads its weight without calling the module"
-                raise UnsupportedModuleError(current_key, type(target).__name__, reason)
-            if check_dequantizable(current_key, target, peft_config.base_weight):
-                options["dtype"] = getattr(self.model, "dtype", None)
-                layer_class: type[SELModule] = SELQuantizedLinear
+        base = target.get_base_layer() if isinstance(target, SELLayer) else target
+        with gathered(base.parameters(recurse=False)):
+            options: dict[str, Any] = {"hidden_size": self._hidden_size(), "convert": self._convert}
+            if parameter_name is not None:
+                holder = place_holder(parent, target_name, target)
+                holder.add_adapter(parameter_name, adapter_name, peft_config, name=current_key, **options)
+            elif isinstance(target, SELLayer):
+                target.update_layer(adapter_name, peft_config, **options)
             else:
-                layer_class = choose_layer_class(current_key, target)
-            module = layer_class(target, adapter_name, peft_config, name=current_key, **options)
-            if adapter_name not in self.active_adapters:
-                module.requires_grad_(False)
-            self._replace_module(parent, target_name, module, target)
+                owner: Any = type(parent)
+                if reads_weight_itself(owner, target_name):
+                    reason = f"{owner.__name__} reads its weight without calling the module"
+                    raise UnsupportedModuleError(current_key, type(target).__name__, reason)
+                if check_dequantizable(current_key, target, peft_config.base_weight):
+                    options["dtype"] = getattr(self.model, "dtype", None)
+                    layer_class: type[SELModule] = SELQuantizedLinear
+                else:
+                    layer_class = choose_layer_class(current_key, target)
+                module = layer_class(target, adapter_name, peft_config, name=current_key, **options)
+                if adapter_name not in self.active_adapters:
+                    module.requires_grad_(False)
+                self._replace_module(parent, target_name, module, target)
+        if not peft_config.awaits_load:  # PEFT could not copy into what is split
+            split_like(base.parameters(recurse=False), getattr(parent, target_name).parameters())
         self._progress.update()
 
     def _check_new_adapter_config(self, config: PeftConfig) -> None:

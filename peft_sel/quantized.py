@@ -79,6 +79,11 @@ class SELQuantizedLinear(SELLinear):
         return _dequantize(self.get_base_layer()).to(self.dense_dtype)
 
     @property
+    def base_dtype(self) -> torch.dtype:
+        """Dtype of the base weight, without dequantising it."""
+        return super().base_dtype if self._is_dense else self.dense_dtype
+
+    @property
     def base_dropped(self) -> str | None:
         """Name of the adapter that freed the base weight, or None."""
         return super().base_dropped if self._is_dense else None

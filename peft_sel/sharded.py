@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations import is_fsdp_enabled
 
-from peft_sel.errors import OtherProcessError, RoundedParameterError, ShardedError
+from peft_sel.errors import OtherProcessError, ShardedError
 
 WAY_OUT = "save the adapter and use merge_checkpoint, or load it in one process"
 BUFFERS = ("symexplin_beta", "symexplin_transposed")  # what is saved of a layer beside its parameters
@@ -97,23 +97,18 @@ def is_layer_sharded(layer: Any) -> bool:
     )
 
 
-def check_whole(name: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Raise unless an effective weight can be computed from the tensors of an adapter as they are.
+def check_whole(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if this process holds parts of tensors only, as outside a pass through a model that FSDP2 shards.
 
     Args:
         name: Module name.
-        tensors: They.
-        dtype: The dtype that they have when nothing rounded them.
+        tensors: What an effective weight is to be computed from.
 
     Raises:
-        ShardedError: If this process holds parts only, as outside a pass through a model that FSDP2 shards.
-        RoundedParameterError: If FSDP's mixed precision rounded them.
+        ShardedError: If so.
     """
-    for tensor in tensors:
-        if is_sharded(tensor):
-            raise ShardedError(name, "the whole weight is there in its forward pass only", WAY_OUT)
-        if tensor.dtype != dtype:
-            raise RoundedParameterError(name, tensor.dtype, dtype)
+    if any(map(is_sharded, tensors)):
+        raise ShardedError(name, "the whole weight is there in its forward pass only", WAY_OUT)
 
 
 def awaits_values(model: nn.Module) -> bool:

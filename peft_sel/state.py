@@ -11,7 +11,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
-from peft_sel.checks import check_base, check_multipliers, check_saved
+from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
 from peft_sel.errors import OffloadedError, SELError
@@ -97,6 +97,7 @@ class SavedTuner(BaseTuner):
         )
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
+        check_gathered(model, adapter_name, own)
         check_multipliers(config, own, adapter_name)
         config.base_fingerprint = {
             layer.fingerprint_name: layer.base_fingerprint[adapter_name]
@@ -116,6 +117,7 @@ class SavedTuner(BaseTuner):
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
         mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
         try:
+            check_loadable(model, mapped)
             state = model.state_dict()
             own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
             check_saved(

@@ -23,10 +23,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from peft_sel.accumulation import Accumulation
 from peft_sel.checkpoint.staging import clear_leftovers, require_folder, staged_folder
-from peft_sel.conversion import BIAS, HOLDER_NAME
+from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX
 from peft_sel.errors import ConfigError
 from peft_sel.layer import SELLayer
 from peft_sel.optim import anneal_scheduler, sel_param_groups
+from peft_sel.partitioned import copy_frozen, gathered
 from peft_sel.removal import iter_sel_layers
 from peft_sel.sharded import gather, is_sharded_model
 from peft_sel.structured import StructuredScale, transform_parts
@@ -82,15 +83,16 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
         MultiplierSignError: If normalize_by_inner_mult divides by a multiplier that is not above 0.
     """
     found: dict[str, list[float]] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, SELLayer):
-            for adapter in layer.active_adapters:
-                for name, scale in layer.scales(adapter).items():
-                    if any(part.requires_grad for part in scale.parameters()):
-                        key = f"{name}/{_name_role(path)}"
-                        scale.check_sign(layer.weight_name)
-                        mean = _mean_scale(scale, layer.symexplin_beta[adapter])
-                        found.setdefault(key, []).append(mean / (scale.start or 1.0))
+    with gathered(p for m in model.modules() if isinstance(m, StructuredScale) for p in m.parameters()):
+        for path, layer in model.named_modules():
+            if isinstance(layer, SELLayer):
+                for adapter in layer.active_adapters:
+                    for name, scale in layer.scales(adapter).items():
+                        if any(part.requires_grad for part in scale.parameters()):
+                            key = f"{name}/{_name_role(path)}"
+                            scale.check_sign(layer.weight_name)
+                            mean = _mean_scale(scale, layer.symexplin_beta[adapter])
+                            found.setdefault(key, []).append(mean / (scale.start or 1.0))
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
@@ -110,6 +112,31 @@ def _mean_scale(scale: StructuredScale, beta: Tensor) -> float:
         return float((parts["base"] + low_rank).mean())
     means = torch.stack([part.mean(-1) for part in parts.values()])
     return float((means.prod(0) if scale.pattern == "row_col_mult" else means.sum(0)).mean())
+
+
+def check_deepspeed(plugin: Any) -> None:
+    """Raise if DeepSpeed would train in 16 bits, or ZeRO-3 save no adapter.
+
+    Args:
+        plugin: Accelerate's DeepSpeedPlugin, or None without DeepSpeed.
+
+    Raises:
+        ConfigError: If so, naming the entry of its configuration.
+    """
+    if plugin is None:
+        return
+    for name in ("bf16", "fp16"):
+        if str(plugin.get_value(f"{name}.enabled", False)).lower() == "true":
+            reason = (
+                "DeepSpeed's own mixed precision rounds what SEL trains; switch it off (bf16: false for Trainer, "
+                "mixed_precision: 'no' for Accelerate) and torch_autocast on, as configs/accelerate/zero2.json does"
+            )
+            raise ConfigError(f"{name}.enabled", True, reason)
+    entry = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if plugin.zero_stage == 3 and plugin.get_value(entry) is not True:
+        raise ConfigError(
+            entry, plugin.get_value(entry), "no adapter could be saved; set it to true (no dtype changes)"
+        )
 
 
 class SELCallback(TrainerCallback):
@@ -243,7 +270,11 @@ class SELTrainerMixin(_TrainerBase):
 
         Returns:
             Trainer's result.
+
+        Raises:
+            ConfigError: If DeepSpeed's configuration would round what trains, or leave it out of checkpoints.
         """
+        check_deepspeed(getattr(self.accelerator.state, "deepspeed_plugin", None))
         if self.args.should_save and self._is_on_one_machine():
             clear_leftovers(Path(self.args.output_dir or ""), rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-\d+")
         self.accelerator.wait_for_everyone()  # a checkpoint that was put back is there for all to resume from
@@ -347,6 +378,9 @@ class SELTrainerMixin(_TrainerBase):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save model, tokenizer and arguments: a folder that is not there yet appears when it is complete."""
+        target: Any = self.model
+        frozen = copy_frozen(target, PREFIX)
+        state_dict = {**frozen, **state_dict} if state_dict else state_dict
         folder = Path(output_dir or self.args.output_dir or "")
         staged = self._unfinished is None and self.args.should_save and self._is_on_one_machine()
         if not staged or os.path.lexists(folder):
