@@ -132,9 +132,8 @@ class SELModel(SavedTuner):
                 stacklevel=2,
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
-        self._convert = not (
-            low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters() or awaits_values(model)
-        )
+        loads = low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters()
+        self._convert = not (loads or awaits_values(model))
         if not any(iter_sel_layers(model)):
             # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
             self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -161,7 +160,8 @@ class SELModel(SavedTuner):
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
-        share_conversion(iter_sel_layers(model), adapter_name)
+        if not loads:
+            share_conversion(iter_sel_layers(model), adapter_name)
         if not awaits_values(model):  # the first process has read the base
             warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
         place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())

@@ -189,16 +189,13 @@ def share_conversion(layers: Iterable[Any], adapter: str) -> None:
     for layer in (layer for layer in layers if adapter in layer.sel_config):
         found: list[Any] = [_pack(layer, adapter) if first else None]
         torch.distributed.broadcast_object_list(found, src=0)
-        if not first and found[0] is not None:
+        if not first:
             _unpack(layer, adapter, *found[0])
 
 
-def _pack(layer: Any, adapter: str) -> tuple[Any, ...] | None:
-    """Return what follows from the base weight of a layer; None if the adapter is to be loaded."""
-    beta = layer.symexplin_beta[adapter]
-    if beta.is_meta:
-        return None
-    frozen = layer.symexplin_raw_frozen
+def _pack(layer: Any, adapter: str) -> tuple[Any, ...]:
+    """Return what follows from the base weight of a layer."""
+    beta, frozen = layer.symexplin_beta[adapter], layer.symexplin_raw_frozen
     others = (layer._table_dtypes, layer.base_fingerprint, layer.inversion_report)
     return beta.cpu(), frozen[adapter].cpu() if adapter in frozen else None, *(other.get(adapter) for other in others)
 
