@@ -55,6 +55,7 @@ CASES = {
     "dense": Case(),
     "drop": Case(options={"base_weight": "drop", "bias": "sel_only"}),
     "frozen": Case(steps=8, is_empty_elsewhere=False, options={"train_raw": False}),
+    "tabulated": Case(base="bf16", steps=4, options={"train_raw": False}),
     "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, steps=8, broadcasts=False),
     "checkpointed": Case(steps=4, checkpoints=True),
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
@@ -62,6 +63,7 @@ CASES = {
 }
 BASES: dict[str, Callable[[], Any]] = {
     "qwen2": make_tiny,
+    "bf16": lambda: make_tiny(dtype=torch.bfloat16),
     "untied": lambda: make_tiny(tie_word_embeddings=False),
     "qwen3_moe": make_moe,
 }
@@ -339,7 +341,7 @@ def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
-    results["loads"] = [check_loading(folder, name) for name in ("dense", "frozen", "drop")]
+    results["loads"] = [check_loading(folder, name) for name in ("dense", "tabulated", "drop")]
     results["trainer"] = check_trainer(folder)
     results["broken_base"] = check_broken_base(folder)
     results["mixed_precision"] = check_mixed_precision(folder)
