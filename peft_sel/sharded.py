@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import is_fsdp_enabled
 
 from peft_sel.errors import OtherProcessError, ShardedError
@@ -22,8 +23,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Whether FSDP2 shards parameters of a model."""
-    return any(is_sharded(parameter) for parameter in model.parameters())
+    """Whether FSDP2 shards a model, also while a pass left parameters gathered."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -114,6 +115,25 @@ def check_whole(name: str, tensors: Iterable[Tensor]) -> None:
 def awaits_values(model: nn.Module) -> bool:
     """Whether accelerate's cpu_ram_efficient_loading left this process an empty model, to be filled when it shards."""
     return is_fsdp_enabled() and any(parameter.is_meta for parameter in model.parameters())
+
+
+def shard_as(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what this process holds of whole tensors, which every process has, where a model's own are sharded.
+
+    Args:
+        state: The model's.
+        tensors: Whole tensors by the same keys, in the shapes of the model's own.
+
+    Returns:
+        The shards; a tensor that the model does not shard as it is.
+    """
+    shards = dict(tensors)
+    for key, tensor in tensors.items():
+        own = state.get(key)
+        if isinstance(own, DTensor) and not is_sharded(tensor):
+            mesh = own.device_mesh
+            shards[key] = distribute_tensor(tensor.to(mesh.device_type), mesh, own.placements, src_data_rank=None)
+    return shards
 
 
 def drop_awaited(

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
-from peft_sel.errors import OffloadedError, SELError
+from peft_sel.errors import AdapterStateError, OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
-from peft_sel.sharded import drop_awaited
+from peft_sel.sharded import drop_awaited, shard_as
+
+CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules, from accelerate's fsdp_activation_checkpointing
 
 _take_out: ContextVar[list[Callable[[], None]] | None] = ContextVar("_take_out", default=None)
 
@@ -59,6 +61,22 @@ class SavedTensors(dict[str, Tensor]):
         return SavedTensors(self, self.config)
 
 
+class _Unwrapped:
+    """A model whose modules have the names that its state_dict gives them, without FSDP's activation checkpointing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules."""
+        return ((name.replace(CHECKPOINTED, ""), module) for name, module in self.model.named_modules())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's."""
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
+
 class SavedTuner(BaseTuner):
     """Checks what is saved and loaded; an adapter that cannot be loaded is taken out again."""
 
@@ -92,9 +110,12 @@ class SavedTuner(BaseTuner):
 
         The configuration, which is saved next, gets the fingerprints of the base that the adapter has in this model.
         """
+        names: Any = _Unwrapped(model)
         own: dict[str, Tensor] = super()._get_adapter_state_dict(
-            model, config, adapter_name, state_dict, unwanted_adapter_names
+            names, config, adapter_name, state_dict, unwanted_adapter_names
         )
+        if state_dict and not own:
+            raise AdapterStateError(adapter_name, "has no tensor in the state_dict to save", "give that of this model")
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
         check_gathered(model, adapter_name, own)
@@ -112,14 +133,15 @@ class SavedTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         """Map saved keys to the model's, after checking that each tensor is there and fits: nothing loads by halves."""
         saved = state_dict.config if isinstance(state_dict, SavedTensors) else config
-        mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        names: Any = _Unwrapped(model)
+        mapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(names, config, adapter_name, state_dict)
         # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
         mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
         try:
             check_loadable(model, mapped)
             state = model.state_dict()
-            own = super()._get_adapter_state_dict(model, config, adapter_name, state, [])
+            own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
             check_saved(
                 own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
             )
@@ -139,4 +161,4 @@ class SavedTuner(BaseTuner):
         for layer in iter_sel_layers(model):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
-        return drop_awaited(model, iter_sel_layers(model), own, mapped)
+        return drop_awaited(model, iter_sel_layers(model), own, shard_as(state, mapped))

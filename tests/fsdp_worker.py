@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from models import make_config, make_tiny
 from moe import TARGETS, make_moe
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from processes import kill_rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,6 +47,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = NUM_STEPS
     broadcasts: bool = True  # accelerate's cpu_ram_efficient_loading
+    checkpoints: bool = False  # accelerate's fsdp_activation_checkpointing, which wraps the decoder layers
     is_empty_elsewhere: bool = True  # whether the base is on the meta device in all processes but the first
 
 
@@ -54,12 +55,15 @@ CASES = {
     "dense": Case(),
     "drop": Case(options={"base_weight": "drop", "bias": "sel_only"}),
     "frozen": Case(steps=8, is_empty_elsewhere=False, options={"train_raw": False}),
+    "tabulated": Case(base="bf16", steps=4, options={"train_raw": False}),
     "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, steps=8, broadcasts=False),
+    "checkpointed": Case(steps=4, checkpoints=True),
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
 BASES: dict[str, Callable[[], Any]] = {
     "qwen2": make_tiny,
+    "bf16": lambda: make_tiny(dtype=torch.bfloat16),
     "untied": lambda: make_tiny(tie_word_embeddings=False),
     "qwen3_moe": make_moe,
 }
@@ -109,6 +113,7 @@ def fake_accelerators() -> None:
 def start_accelerator(case: Case) -> Accelerator:
     """Make a new Accelerator, from the launcher's environment."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(case.broadcasts).lower()
+    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(case.checkpoints).lower()
     accelerate_state.AcceleratorState._reset_state()
     if torch.distributed.is_initialized():  # where the last Accelerator wrote FSDP
         accelerate_state.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -145,7 +150,7 @@ def gather_trained(model: Any) -> dict[str, Tensor]:
 
 def describe_groups(model: Any, optimizer: Any) -> list[Any]:
     """Return role, rate and parameter names of every group."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(p): name.replace("_checkpoint_wrapped_module.", "") for name, p in model.named_parameters()}
     return [[group["role"], group["lr"], [names[id(p)] for p in group["params"]]] for group in optimizer.param_groups]
 
 
@@ -223,6 +228,8 @@ def check_dense(folder: Path) -> dict[str, Any]:
     result |= check_resuming(folder, accelerator, model, optimizer, scheduler)
     save_adapter(model, folder / "adapters" / "dense")
     model.save_pretrained(str(folder / "pretrained"))
+    state = accelerator.get_state_dict(model)
+    model.save_pretrained(str(folder / "gathered"), state_dict=state, is_main_process=accelerator.is_main_process)
     trained = gather_trained(model)
     if accelerator.is_main_process:
         save_file(trained, folder / "trained.safetensors")
@@ -260,7 +267,11 @@ def check_loading(folder: Path, name: str) -> bool:
     saved = load_file(folder / "adapters" / name / "adapter_model.safetensors")
     loaded = gather_trained(model)
     model(input_ids=BATCHES[0])
-    assert loaded
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    set_peft_model_state_dict(model, saved)  # over what is sharded
+    again = gather_trained(model)
+    assert loaded and all(torch.equal(tensor, again[key]) for key, tensor in loaded.items())
     return all(torch.equal(tensor, saved[key.replace(".default", "")]) for key, tensor in loaded.items())
 
 
@@ -330,7 +341,7 @@ def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
-    results["loads"] = [check_loading(folder, name) for name in ("dense", "frozen", "drop")]
+    results["loads"] = [check_loading(folder, name) for name in ("dense", "tabulated", "drop")]
     results["trainer"] = check_trainer(folder)
     results["broken_base"] = check_broken_base(folder)
     results["mixed_precision"] = check_mixed_precision(folder)

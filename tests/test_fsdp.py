@@ -9,6 +9,7 @@ from typing import Any
 import fsdp_worker
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from fsdp_worker import BASES, BATCHES, CASES, LR
 from models import assert_same_bits, convert, make_tiny
@@ -24,6 +25,7 @@ from peft_sel.errors import ParameterGroupError
 from peft_sel.training import collect_scale_means
 
 pytestmark = [
+    pytest.mark.skipif(not hasattr(Accelerator, "is_fsdp2"), reason="this accelerate has no FSDP2"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:.* is all zeros, so beta='auto'"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
@@ -70,8 +72,9 @@ def test_two_processes_train_as_one_does(folder: Path, results: list[Any], name:
         assert result[name]["groups"] == groups
         assert result[name]["losses"] == pytest.approx(losses, rel=TOLERANCE)
     assert losses[-1] < losses[0]
-    for key, expected in merged[1].items():
-        assert (merged[0][key] - expected).norm() <= TOLERANCE * expected.norm(), key
+    for key, expected in merged[1].items():  # some bf16 weights round to the next number
+        tolerance = max(TOLERANCE, torch.finfo(expected.dtype).eps)
+        assert (merged[0][key] - expected).norm() <= tolerance * expected.norm(), key
 
 
 def test_saved_adapter_is_what_the_processes_hold(folder: Path) -> None:
@@ -79,9 +82,10 @@ def test_saved_adapter_is_what_the_processes_hold(folder: Path) -> None:
     saved = load_file(folder / "adapters" / "dense" / "adapter_model.safetensors")
     assert {key.rpartition(".")[2] for key in saved.keys() - trained.keys()} == {"symexplin_beta"}
     assert_same_bits({key: saved[key] for key in sorted(trained)}, dict(sorted(trained.items())))
-    assert_same_bits(load_file(folder / "pretrained" / "adapter_model.safetensors"), saved)
+    for name in ("pretrained", "gathered"):
+        assert_same_bits(load_file(folder / name / "adapter_model.safetensors"), saved)
     configs = [(folder / name / "adapter_config.json").read_text() for name in ("adapters/dense", "pretrained")]
-    assert configs[0] == configs[1] and "fsha" not in configs[0] and json.loads(configs[0])["base_fingerprint"]
+    assert configs[0] == configs[1] and json.loads(configs[0])["base_fingerprint"]
 
 
 def test_state_resumes_exactly(results: list[Any]) -> None:
