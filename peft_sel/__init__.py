@@ -6,12 +6,13 @@ from peft_sel.checkpoint import export_weights, merge_checkpoint
 from peft_sel.config import ScaleConfig, SELConfig
 from peft_sel.errors import SELError
 from peft_sel.layer import SELLayer
+from peft_sel.logs import SELCallback
 from peft_sel.lora import LoraFit, save_as_lora
 from peft_sel.model import SELModel
 from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
 from peft_sel.registry import extend_loading, extend_saving, register
 from peft_sel.saving import read_adapter, save_adapter
-from peft_sel.training import SELCallback, SELTrainer, SELTrainerMixin
+from peft_sel.training import SELTrainer, SELTrainerMixin
 
 __version__ = version("peft_sel")
 

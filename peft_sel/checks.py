@@ -22,6 +22,7 @@ from peft_sel.errors import (
     PartitionedError,
     list_names,
 )
+from peft_sel.experts import find_untouched_experts
 from peft_sel.layer import SELLayer
 from peft_sel.numerics import fingerprints_agree
 from peft_sel.partitioned import is_split, whole_shape
@@ -122,6 +123,21 @@ def warn_of_unreadable_base(layers: Iterable[SELLayer], adapter_name: str, confi
                 stacklevel=3,
             )
             return
+
+
+def warn_of_untouched_experts(model: nn.Module) -> None:
+    """Warn of expert parameters that no adapter converts: they are no modules, and nothing else would tell.
+
+    Args:
+        model: The model.
+    """
+    if experts := find_untouched_experts(model):
+        ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
+        warnings.warn(
+            f"the expert parameters {list_names(experts)} stay as they are, since target_modules reaches modules "
+            f"only; target_parameters={ends} converts them too",
+            stacklevel=3,
+        )
 
 
 def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) -> None:

@@ -21,6 +21,7 @@ from peft_sel.checks import (
     check_merged_is_finite,
     check_tokens,
     warn_of_unreadable_base,
+    warn_of_untouched_experts,
 )
 from peft_sel.conversion import BIAS, PREFIX, makes_meta_parameters, matches_end
 from peft_sel.errors import (
@@ -32,7 +33,7 @@ from peft_sel.errors import (
     UnsupportedModuleError,
     list_names,
 )
-from peft_sel.experts import find_parameters, find_untouched_experts, is_internal, place_holder
+from peft_sel.experts import find_parameters, is_internal, place_holder
 from peft_sel.layer import SELLayer
 from peft_sel.mixed import route_rows
 from peft_sel.modules import SELModule, choose_layer_class
@@ -165,13 +166,8 @@ class SELModel(SavedTuner):
         if not awaits_values(model):  # the first process has read the base
             warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
         place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())
-        if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
-            ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
-            warnings.warn(
-                f"the expert parameters {list_names(experts)} stay as they are, since target_modules reaches modules "
-                f"only; target_parameters={ends} converts them too",
-                stacklevel=2,
-            )
+        if chosen_broadly and state_dict is None:
+            warn_of_untouched_experts(model)
 
     def _find_targets(self, model: nn.Module, config: Any) -> list[str]:
         """Return the names of the modules that a configuration targets; refuse a beta_pattern that matches none."""

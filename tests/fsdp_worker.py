@@ -32,7 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from peft_sel import SELError, SELTrainer, create_sel_optimizer, create_sel_scheduler, save_adapter
 from peft_sel.layer import SELLayer
-from peft_sel.training import collect_scale_means
+from peft_sel.logs import collect_scale_means
 
 LR = 2e-3
 NUM_STEPS = 20

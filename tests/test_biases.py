@@ -16,10 +16,10 @@ from torch.func import functional_call
 
 from peft_sel import ScaleConfig, SELConfig, SELError, sel_param_groups
 from peft_sel.experts import SELParameter
+from peft_sel.logs import collect_scale_means
 from peft_sel.lora import save_as_lora
 from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.shapes import vector_config
-from peft_sel.training import collect_scale_means
 
 MODES = ["mismatch", "congruent", "oppose", "exp_only"]
 KINDS = {"linear": (lambda: nn.Linear(4, 6), lambda: torch.randn(2, 3, 4)), **LAYERS}

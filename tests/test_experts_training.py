@@ -11,7 +11,7 @@ from moe import TARGETS, TOKENS, convert_moe, logits, make_moe, parameter_layers
 from torch import Tensor
 
 from peft_sel import ScaleConfig, create_sel_optimizer, sel_param_groups
-from peft_sel.training import collect_scale_means
+from peft_sel.logs import collect_scale_means
 
 
 def gradients(reentrant: bool | None) -> dict[str, Tensor]:

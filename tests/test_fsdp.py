@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_sel import create_sel_optimizer, merge_checkpoint
 from peft_sel.errors import ParameterGroupError
-from peft_sel.training import collect_scale_means
+from peft_sel.logs import collect_scale_means
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(Accelerator, "is_fsdp2"), reason="this accelerate has no FSDP2"),

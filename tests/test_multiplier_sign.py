@@ -18,8 +18,8 @@ from torch import nn
 
 from peft_sel import ScaleConfig, SELConfig, SELLayer, merge_checkpoint
 from peft_sel.errors import MultiplierSignError
+from peft_sel.logs import collect_scale_means
 from peft_sel.modules import SELLinear
-from peft_sel.training import collect_scale_means
 
 
 def reach(layer: SELLinear, value: float) -> None:

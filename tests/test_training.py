@@ -21,8 +21,8 @@ from peft_sel import (
     create_sel_scheduler,
 )
 from peft_sel.errors import ConfigError, ParameterGroupError
+from peft_sel.logs import collect_learning_rates, collect_scale_means
 from peft_sel.optim import anneal_multiplier
-from peft_sel.training import collect_learning_rates, collect_scale_means
 
 LR, NUM_STEPS = 2e-3, 10
 EPS = torch.finfo(torch.float32).eps

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from peft_sel import ScaleConfig, SELConfig, SELError, SELLayer, merge_checkpoint, sel_param_groups
 from peft_sel.checkpoint.inspect import inspect_checkpoint
+from peft_sel.logs import collect_scale_means
 from peft_sel.modules import SELLinear
 from peft_sel.numerics import expand_parts
-from peft_sel.training import collect_scale_means
 
 TABLE_6 = {
     f"log={log} normalised={normalised}": {"log_curvature": log, "normalize_by_inner_mult": normalised}

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from peft_sel import SELConfig, save_adapter
 from peft_sel.errors import ConfigError, PartitionedError, RoundedError, SELError
+from peft_sel.logs import collect_scale_means
 from peft_sel.partitioned import copy_frozen
 from peft_sel.scale_config import ScaleConfig
-from peft_sel.training import check_deepspeed, collect_scale_means
+from peft_sel.training import check_deepspeed
 
 ACCELERATE = Path(__file__).parent.parent / "configs" / "accelerate"
 
