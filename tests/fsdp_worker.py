@@ -31,7 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 from transformers.trainer_utils import get_last_checkpoint
 
 from peft_sel import SELError, SELTrainer, create_sel_optimizer, create_sel_scheduler, save_adapter
+from peft_sel.jobs import run_job
 from peft_sel.layer import SELLayer
+from peft_sel.recipe import load_recipe
 from peft_sel.training import collect_scale_means
 
 LR = 2e-3
@@ -337,6 +339,11 @@ def run_until_killed(folder: Path) -> None:
     (folder / f"killed_{torch.distributed.get_rank()}.json").write_text(json.dumps(get_losses(trainer)))
 
 
+def run_recipe(folder: Path) -> None:
+    """Run the recipe in a folder, as `peft-sel train` does."""
+    run_job(load_recipe(folder / "recipe.yaml"))
+
+
 def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
@@ -351,5 +358,5 @@ def run_cases(folder: Path) -> None:
 
 if __name__ == "__main__":
     fake_accelerators()
-    {"cases": run_cases, "killed": run_until_killed}[sys.argv[1]](Path(sys.argv[2]))
+    {"cases": run_cases, "killed": run_until_killed, "job": run_recipe}[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.destroy_process_group()
