@@ -110,6 +110,8 @@ class SELModel(SavedTuner):
     ) -> None:
         """Convert the target modules; on any error every module is put back as it was.
 
+        Under FSDP with cpu_ram_efficient_loading all processes have to do this, and take beta from the first.
+
         Args:
             model: The base model.
             adapter_name: Name of the adapter.

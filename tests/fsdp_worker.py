@@ -59,7 +59,7 @@ CASES = {
     "frozen": Case(steps=8, is_empty_elsewhere=False, options={"train_raw": False}),
     "tabulated": Case(base="bf16", steps=4, options={"train_raw": False}),
     "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, steps=8, broadcasts=False),
-    "checkpointed": Case(steps=4, checkpoints=True),
+    "checkpointed": Case(steps=4, checkpoints=True, options={"normalize_by_inner_mult": True, "r": 1}),
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
@@ -216,6 +216,7 @@ def check_refusals(folder: Path, model: Any) -> dict[str, str]:
         "delete_adapter": lambda: model.delete_adapter("default"),
         "add_adapter": lambda: model.add_adapter("other", make_config()),
         "save_adapter": lambda: save_adapter(model, folder / "adapters" / "dense"),
+        "accumulate_gradients": lambda: model.base_model.accumulate_gradients().__enter__(),
     }
     names = list(dict(model.named_modules()))
     messages = {name: get_message(call) for name, call in requests.items()}

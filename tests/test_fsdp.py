@@ -168,6 +168,7 @@ def test_what_needs_whole_weights_is_refused(results: list[Any]) -> None:
             assert "is sharded by FSDP2" in messages[name] and "use merge_checkpoint" in messages[name]
         assert "sharded: convert before that" in messages["add_adapter"]
         assert "already exists" in messages["save_adapter"]
+        assert "this is one of 2" in messages["accumulate_gradients"]
         assert messages["save_adapter"].startswith("process 0 failed") == (rank == 1)
 
 
