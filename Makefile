@@ -5,18 +5,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= train,demo,test,plots,trl
 ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
-PACKAGE := .[train,demo,test,plots
+PACKAGE := .[$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo bench test check check-long peft-suite test-lowest clean
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
-	@echo "make test         the default tests, the real checkpoint included"
+	@echo "make test         the default tests in two processes, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
 	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
@@ -27,8 +28,9 @@ help:
 demo: $(VENV)/.ready
 	$(BIN)/peft-sel demo $(ARGS)
 
+# Two processes, each with one thread: the tensors of the tests are small. ARGS="-n 0" runs them in one, as for a debugger.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -48,7 +50,8 @@ check: $(VENV)/.ready-dev
 	$(BIN)/codespell
 
 test-lowest:
-	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt \
+	    EXTRAS=train,demo,test,plots
 
 clean:
 	rm -rf .venv .venv-lowest build dist peft_sel.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -14,6 +15,10 @@ from peft_sel.config import SELConfig
 from peft_sel.errors import NonFiniteWeightError, OffloadedError
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
 from peft_sel.sharded import gather, make_placeholder
+
+_Layer = TypeVar("_Layer", bound="BaseWeightLayer")
+
+LIVE_LAYERS: WeakSet[BaseWeightLayer] = WeakSet()  # of all models: tells whether an optimizer's parameters are SEL's
 
 
 class _Plain:
@@ -39,6 +44,12 @@ class BaseWeightLayer(_Plain, BaseTunerLayer):
     out_features: int | None
     _unmerged: dict[str, Tensor]  # the base weight set aside; a dict, so not registered
     _parameter_order: tuple[str, ...]  # of the base layer
+
+    def __new__(cls: type[_Layer], *_: Any, **__: Any) -> _Layer:
+        """Make a layer, as an instance or as a copy, for which __init__ is not called."""
+        layer = super().__new__(cls)
+        LIVE_LAYERS.add(layer)
+        return layer
 
     @property
     def base_weight(self) -> Tensor:
@@ -183,7 +194,7 @@ class BaseWeightLayer(_Plain, BaseTunerLayer):
         """Move what low_cpu_mem_usage put in place to the base layer's device, and out of the file that held it."""
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         layer: Any = self
-        for tensor in layer._tensors(adapter_name):
+        for tensor in layer.tensors(adapter_name):
             if tensor.device.type == "cpu":  # perhaps mapped: cutting the file later would end the process
                 tensor.data = tensor.data.clone()
         for buffers in (layer.symexplin_beta, layer.symexplin_transposed):

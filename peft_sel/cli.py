@@ -37,8 +37,9 @@ training.resume_from_checkpoint is set.
 example:
   peft-sel train configs/smollm2_two_cores.yaml --set training.max_steps=10 --set output_dir=runs/short
 
-on several processes:
-  accelerate launch -m peft_sel.cli train configs/qwen3_continued_pretraining.yaml"""
+on several processes, each with the whole model (configs/accelerate says more):
+  accelerate launch --config_file configs/accelerate/ddp.yaml -m peft_sel.cli train \\
+    configs/qwen3_continued_pretraining.yaml"""
 
 MERGE = """\
 Fold a trained adapter into its base checkpoint, tensor by tensor: memory holds one weight, not the model. The result is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from functools import reduce
@@ -47,6 +48,13 @@ def check_readable(name: str, base_layer: nn.Module, weight: Tensor, convert: bo
         raise UnsupportedModuleError(name, type(base_layer).__name__, "its weight is offloaded or on the meta device")
     if weight.dtype not in FLOAT_DTYPES:
         raise UnsupportedModuleError(name, type(base_layer).__name__, f"its weight has dtype {weight.dtype}")
+
+
+def makes_meta_parameters() -> bool:
+    """Whether new parameters land on the meta device, as in the context of PEFT's low_cpu_mem_usage."""
+    probe = nn.Module()
+    probe.parameter = nn.Parameter(torch.empty(0))
+    return probe.parameter.device.type == "meta"
 
 
 def resolve_beta(
@@ -189,6 +197,26 @@ def tabulate_at_start(
         )
     except ConvergenceError:
         return None
+
+
+def init_residual(
+    rank: int, shape: tuple[int, int], stack: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Create the residual of a weight, which starts at zero (4.4).
+
+    Args:
+        rank: Its rank.
+        shape: (d_out, d_in) of the matrix.
+        stack: (num_experts,) for a stack of them.
+        dtype: Of both.
+        device: Of both.
+
+    Returns:
+        A, uniform as in nn.Linear and LoRA, and B, zero.
+    """
+    bound = 1 / math.sqrt(max(shape[1], 1))
+    a = torch.empty(*stack, rank, shape[1], dtype=dtype, device=device).uniform_(-bound, bound)
+    return a, torch.zeros(*stack, shape[0], rank, dtype=dtype, device=device)
 
 
 def wide_dtype(config: SELConfig) -> torch.dtype:

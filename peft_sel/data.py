@@ -1,20 +1,23 @@
-"""Text in, training blocks out: read, tokenise, join with end-of-text tokens, cut into blocks of one length."""
+"""Text in, training blocks out: which text a recipe names, and its blocks, made beforehand or while training."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import math
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, Features, Sequence, Value, load_dataset
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from peft_sel import packing
 from peft_sel.errors import ConfigError, list_names
+from peft_sel.packing import Content, Packer
+from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # by the end of the file name; all others are text
 PYDOC_TOPICS = "pydoc_topics"
@@ -35,8 +38,16 @@ class DataSection:
         messages_column: Instead of text_column: column of conversations, lists of {role, content}, which the
             tokenizer's chat template turns into text. The loss counts every token, the prompts' too.
         sequence_length: Tokens per block.
-        validation_share: Share of the blocks, taken from the end, that is held out; 0 for none.
+        validation_share: Share of the blocks, taken from the end, that is held out; 0 for none. By default 0.05, or 0
+            for a stream and beside validation_blocks.
+        validation_blocks: Instead of a share: how many of the first blocks are held out.
         max_documents: Documents to read at most; None for all.
+        streaming: Whether to read, tokenise and pack the text while training, for text larger than memory and disk. A
+            stream has no known length, so it needs training.max_steps, and begins again when the text ends. Off by
+            default: a text that fits is worth its cache of blocks, which Trainer shuffles as a whole.
+        shuffle_blocks: For a stream: how many blocks to read ahead and put into a random order; 0 keeps the order of
+            the text.
+        shuffle_seed: Seed of that order.
 
     Raises:
         ConfigError: If a value cannot work, or a file does not exist.
@@ -49,8 +60,12 @@ class DataSection:
     text_column: str = "text"
     messages_column: str | None = None
     sequence_length: int = 512
-    validation_share: float = 0.05
+    validation_share: float | None = None
+    validation_blocks: int | None = None
     max_documents: int | None = None
+    streaming: bool = False
+    shuffle_blocks: int = 0
+    shuffle_seed: int = 0
 
     def __post_init__(self) -> None:
         if (self.files is None) == (self.dataset is None):
@@ -59,12 +74,41 @@ class DataSection:
             raise ConfigError("dataset", self.dataset, "has no dataset_config, and no split but train")
         if self.sequence_length < 2:
             raise ConfigError("sequence_length", self.sequence_length, "predicting a next token takes 2 tokens or more")
-        if not 0 <= self.validation_share < 1:
+        if self.validation_share is not None and not 0 <= self.validation_share < 1:
             raise ConfigError("validation_share", self.validation_share, "must be 0 or more and less than 1")
+        if self.validation_blocks is not None and self.validation_blocks < 0:
+            raise ConfigError("validation_blocks", self.validation_blocks, "must be 0 or more")
+        if self.validation_share and self.validation_blocks is not None:
+            raise ConfigError("validation_share", self.validation_share, "give it or validation_blocks, not both")
         if self.max_documents is not None and self.max_documents < 1:
             raise ConfigError("max_documents", self.max_documents, "must be at least 1")
+        if self.shuffle_blocks < 0:
+            raise ConfigError("shuffle_blocks", self.shuffle_blocks, "must be 0 or more")
+        self._check_streaming()
         if self.files is not None:
             self.find_files()
+
+    def _check_streaming(self) -> None:
+        """Raise if a field does not go with streaming, or not without it."""
+        if not self.streaming and self.shuffle_blocks:
+            raise ConfigError("shuffle_blocks", self.shuffle_blocks, "goes with streaming; else all are shuffled")
+        if self.streaming and self.validation_share:
+            reason = "a stream has no known length to take a share of; set validation_blocks instead"
+            raise ConfigError("validation_share", self.validation_share, reason)
+        if self.streaming and "[" in self.split:
+            raise ConfigError("split", self.split, "a stream cannot be sliced; name the whole split, and max_documents")
+
+    @property
+    def share_held_out(self) -> float:
+        """The share of the blocks that is held out; 0 beside validation_blocks."""
+        if self.validation_share is not None:
+            return self.validation_share
+        return 0.0 if self.streaming or self.validation_blocks is not None else 0.05
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there will be blocks to evaluate on."""
+        return self.share_held_out > 0 or bool(self.validation_blocks)
 
     def find_files(self) -> list[str]:
         """Expand files, each pattern in alphabetical order.
@@ -117,14 +161,15 @@ def read_pydoc_topics() -> list[dict[str, str]]:
     return documents
 
 
-def load_documents(section: DataSection) -> Dataset:
+def load_documents(section: DataSection, content: Content) -> Dataset:
     """Read the documents of a recipe, in the order of the files.
 
     Args:
         section: Where they are.
+        content: Which column they are in.
 
     Returns:
-        A dataset with the column of texts or conversations.
+        A dataset with that column.
 
     Raises:
         ConfigError: If that column is not there.
@@ -137,69 +182,66 @@ def load_documents(section: DataSection) -> Dataset:
         files = section.find_files()
         options: dict[str, Any] = {"sample_by": "document"} if _kind(files[0]) == "text" else {}
         documents = load_dataset(_kind(files[0]), data_files=files, split="train", **options)
-    field = "text_column" if section.messages_column is None else "messages_column"
-    column = getattr(section, field)
-    if column not in documents.column_names:
-        columns = list_names(documents.column_names)
-        raise ConfigError(field, column, f"there is no such column; the data has {columns}")
+    content.require_in(documents.column_names, "the data")
     if section.max_documents is not None:
         documents = documents.select(range(min(section.max_documents, len(documents))))
     return documents
 
 
-def render_conversations(conversations: list[Any], tokenizer: PreTrainedTokenizerBase, column: str) -> list[str]:
-    """Turn conversations into texts by the tokenizer's chat template.
+def open_source(section: DataSection, content: Content) -> Source:
+    """Find the documents of a recipe without reading them.
 
     Args:
-        conversations: Lists of {role, content}.
-        tokenizer: Of the model.
-        column: Where they come from, for messages.
+        section: Where they are.
+        content: What a row holds.
 
     Returns:
-        The texts.
+        Documents to stream.
 
     Raises:
-        ConfigError: If there is no template, or it refuses a conversation.
+        ConfigError: If there is no such dataset, or a column is named in text files.
     """
-    try:
-        return [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in conversations if messages]
-    except (ValueError, TypeError, KeyError, TemplateError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("messages_column", column, f"the chat template cannot render it ({reason})") from error
+    if section.dataset is None:
+        files = section.find_files()
+        kind = _kind(files[0])
+        if kind == "text":
+            content.require_in(["text"], "a text file")
+        return FileSource(files, kind, content, section.max_documents)
+    if section.dataset == PYDOC_TOPICS:
+        rows = Dataset.from_list(read_pydoc_topics()).to_iterable_dataset()
+    else:
+        try:
+            rows = load_dataset(section.dataset, section.dataset_config, split=section.split, streaming=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError("dataset", section.dataset, f"cannot be opened as a stream ({error})") from error
+    return DatasetSource(rows, section.dataset, content, section.max_documents)
 
 
-def pack_texts(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, section: DataSection
+def pack_documents(
+    batch: dict[str, list[Any]], indices: list[int], packer: Packer, content: Content
 ) -> dict[str, list[list[int]]]:
-    """Tokenise documents, end each with the end-of-text token, join them and cut the result into blocks.
+    """Tokenise documents, join them to what the packer has left of those before, and cut the result into blocks.
 
     Args:
         batch: Columns of documents.
-        tokenizer: Has an end-of-text token (eos).
-        section: Its text_column or messages_column, whose empty entries are skipped, and sequence_length: what is left
-            at the end and fills no block is dropped.
+        indices: Their numbers.
+        packer: Packs one batch after the other.
+        content: What the column holds.
 
     Returns:
         input_ids and labels, the same blocks.
     """
-    sequence_length = section.sequence_length
-    if section.messages_column is None:
-        texts = [text for text in batch[section.text_column] if text]
-    else:
-        column = section.messages_column
-        texts = render_conversations(batch[column], tokenizer, column)
-    eos = tokenizer.eos_token_id
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    tokens = list(chain.from_iterable(ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents))
-    starts = range(0, len(tokens) - sequence_length + 1, sequence_length)
-    blocks = [tokens[start : start + sequence_length] for start in starts]
+    values = zip(batch[content.column], indices, strict=True)
+    blocks = packer.pack(piece for value, index in values for piece in content.cut(value, f"document {index + 1}"))
     return {"input_ids": blocks, "labels": blocks}
 
 
-def load_blocks(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def load_blocks(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset | BlockStream, Dataset | None]:
     """Make training and held-out blocks of a recipe's text; the same every time.
 
-    Documents are packed a thousand at a time, and what fills no block at the end of each thousand is dropped.
+    The documents lie end to end in them, and only what fills no block at the very end is dropped.
 
     Args:
         section: Which text, and how it is cut.
@@ -207,29 +249,59 @@ def load_blocks(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tup
 
     Returns:
         (training blocks, held-out blocks), each with input_ids and labels of shape (sequence_length,); None without
-        validation_share.
+        any to be held out.
 
     Raises:
         ConfigError: If there is no text column, no end-of-text token, or too little text.
+        DataFileError: If a document cannot be read.
     """
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("tokenizer", tokenizer.name_or_path, "it has no end-of-text token (eos)")
-    documents = load_documents(section)
+    option = "text_column" if section.messages_column is None else "messages_column"
+    content = Content(option, getattr(section, option), tokenizer)
+    packer = Packer(tokenizer, section.sequence_length)
+    if section.streaming:
+        return _stream_blocks(section, tokenizer, content)
+    documents = load_documents(section, content)
     blocks = documents.map(
-        pack_texts,
+        pack_documents,
         batched=True,
-        fn_kwargs={"tokenizer": tokenizer, "section": section},
+        with_indices=True,
+        fn_kwargs={"packer": packer, "content": content},
         remove_columns=documents.column_names,
         features=BLOCKS,
         desc="Tokenising",
     )
-    held_out = math.ceil(len(blocks) * section.validation_share)
-    if len(blocks) - held_out < 1:
+    first = section.validation_blocks or 0
+    end = len(blocks) - math.ceil(len(blocks) * section.share_held_out)
+    _require_blocks(section, len(blocks), first + len(blocks) - end)
+    held_out = range(first) if first else range(end, len(blocks))
+    return blocks.select(range(first, end)), blocks.select(held_out) if held_out else None
+
+
+def _stream_blocks(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, content: Content
+) -> tuple[BlockStream, Dataset | None]:
+    """Return the stream of training blocks, which begins behind the held-out ones, and these."""
+    number = section.validation_blocks or 0
+    source = open_source(section, content)
+    sizes = [(file, Path(file).stat().st_size) for file in source.files] if isinstance(source, FileSource) else []
+    template = getattr(tokenizer, "chat_template", None)
+    parts = (section, sizes, type(tokenizer).__name__, len(tokenizer), template, packing.PIECE)
+    identity = hashlib.sha256(repr(parts).encode()).hexdigest()
+    stream = BlockStream(
+        source, tokenizer, section.sequence_length, identity, number, section.shuffle_blocks, section.shuffle_seed
+    )
+    blocks = list(islice(stream.read_pass(), number + 1))
+    _require_blocks(section, len(blocks), number)
+    columns = {"input_ids": blocks[:number], "labels": blocks[:number]}
+    return stream, Dataset.from_dict(columns, features=BLOCKS) if number else None
+
+
+def _require_blocks(section: DataSection, found: int, held_out: int) -> None:
+    """Raise unless the text has blocks beside the held-out ones."""
+    if found - held_out < 1:
         raise ConfigError(
             "sequence_length",
             section.sequence_length,
-            f"the text fills {len(blocks)} such block(s), {held_out} of them held out, none left to train on; give "
-            "more text or a shorter length",
+            f"the text fills {found} such block(s), {held_out} of them held out, none left to train on; give more text "
+            "or a shorter length",
         )
-    train = blocks.select(range(len(blocks) - held_out))
-    return train, blocks.select(range(len(blocks) - held_out, len(blocks))) if held_out else None

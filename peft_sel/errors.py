@@ -207,6 +207,21 @@ class CheckpointError(SELError):
         super().__init__(f"{path}: {problem}; {way_out}")
 
 
+class DataFileError(SELError):
+    """A text to train on cannot be read."""
+
+    def __init__(self, where: str | Path, problem: str, way_out: str) -> None:
+        super().__init__(f"{where}: {problem}; {way_out}")
+
+
+class WorkerError(SELError):
+    """Another error of this package, raised in a worker of a DataLoader."""
+
+    def __init__(self, text: str) -> None:
+        # torch raises it anew in the main process, with the worker's whole traceback for a text
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2])
+
+
 class OutputExistsError(SELError):
     """The output folder is already there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import warnings
@@ -42,11 +43,13 @@ from peft_sel.conversion import PREFIX
 from peft_sel.data import load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, list_names
 from peft_sel.recipe import BASE_FOLDER, ModelSection, Recipe
+from peft_sel.streams import BlockStream
 from peft_sel.training import SELTrainer
 
 CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*.safetensors*")
 BYTES = "bytes"  # a tokenizer that needs no file
+MARKS_FILE = "stream_marks.jsonl"  # in output_dir, for resuming a job that streams its text
 BASE_SEED = 1_000_003  # keeps the random model's numbers apart from those that the conversion draws
 LOGGED = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 
@@ -244,7 +247,33 @@ class JobProgress(TrainerCallback):
             tqdm.write(f"   {step}{figures}")
 
 
-def make_trainer(recipe: Recipe, model: nn.Module, train: Dataset, held_out: Dataset | None) -> SELTrainer:
+class StreamEntry(TrainerCallback):
+    """Tells a stream how many blocks Trainer will discard when it resumes.
+
+    Args:
+        trainer: The trainer.
+        stream: Its training blocks.
+    """
+
+    def __init__(self, trainer: SELTrainer, stream: BlockStream) -> None:
+        self.trainer, self.stream = trainer, stream
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the blocks of the steps that are done, by the batch size of this run: so does Trainer."""
+        blocks = self.trainer.get_total_train_batch_size(args)  # of an optimizer step, of all processes
+        if getattr(args.accelerator_config, "split_batches", False):
+            blocks = self.trainer._train_batch_size * args.gradient_accumulation_steps
+        skips = (
+            not args.ignore_data_skip and state.global_step < state.max_steps
+        )  # else Trainer starts at the first block
+        self.stream.discard(state.global_step * blocks if skips else 0)
+
+
+def make_trainer(
+    recipe: Recipe, model: nn.Module, train: Dataset | BlockStream, held_out: Dataset | None
+) -> SELTrainer:
     """Build the trainer of a recipe, with short logs.
 
     Args:
@@ -266,6 +295,9 @@ def make_trainer(recipe: Recipe, model: nn.Module, train: Dataset, held_out: Dat
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    if isinstance(train, BlockStream):
+        train.keep_marks(recipe.output_dir / MARKS_FILE, writes=recipe.training.should_save)
+        trainer.add_callback(StreamEntry(trainer, train))
     return trainer
 
 
@@ -289,9 +321,11 @@ def run_job(recipe: Recipe) -> JobReport | None:
         weights, if it started from one, as base. None on all processes but the first.
 
     Raises:
+        ConfigError: If several processes were launched, and each would do the whole job.
         OutputExistsError: If output_dir exists and the job does not resume.
         SELError: If the model, the text or the configuration cannot work.
     """
+    _check_processes(recipe.training.world_size)
     resume: Any = recipe.training.resume_from_checkpoint
     adapter_dir, merged_dir = recipe.output_dir / "adapter", recipe.output_dir / "merged"
     _check_folders(recipe.output_dir, merged_dir if recipe.merge else None, resume)
@@ -319,6 +353,18 @@ def run_job(recipe: Recipe) -> JobReport | None:
     return JobReport(adapter_dir, eval_loss, merge)
 
 
+def _check_processes(world_size: int) -> None:
+    """Raise if this is one of several processes that know nothing of each other and would write the same files."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if int(launched) > world_size:
+        raise ConfigError(
+            "LOCAL_WORLD_SIZE",
+            launched,
+            f"so many processes were launched, and each would do the whole job in {world_size} process; where there is "
+            "no GPU set training.use_cpu: true",
+        )
+
+
 def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> None:
     """Raise unless the output folder is free, or holds what is to be resumed."""
     if not resume and output_dir.exists():
@@ -333,7 +379,7 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Take a folder away again if the block fails before anything but the random model is written into it.
+    """Take a folder away again if the block fails before more than the random model and marks is written into it.
 
     Args:
         folder: The folder that the block fills.
@@ -341,8 +387,9 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if folder.is_dir() and [path.name for path in folder.iterdir()] == [BASE_FOLDER]:
-            shutil.rmtree(folder / BASE_FOLDER)
+        if folder.is_dir() and {path.name for path in folder.iterdir()} <= {BASE_FOLDER, MARKS_FILE}:
+            shutil.rmtree(folder / BASE_FOLDER, ignore_errors=True)
+            (folder / MARKS_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,10 @@ from peft_sel.conversion import (
     check_readable,
     draw_target,
     fold_weight,
+    init_residual,
     invert_at_start,
     make_spec,
+    makes_meta_parameters,
     resolve_beta,
     tabulate_at_start,
     wide_dtype,
@@ -36,7 +37,7 @@ from peft_sel.shapes import matrix_shape
 from peft_sel.sharded import (
     BUFFERS,
     check_whole,
-    choose_empty_device,
+    choose_device,
     excuse_omitted,
     is_layer_sharded,
     is_sharded,
@@ -137,7 +138,7 @@ class SELLayer(BaseWeightLayer):
             adapter: Name of the adapter.
             config: Its configuration.
             hidden_size: Width of the model, for beta="width".
-            convert: False leaves raw and beta to be loaded (low_cpu_mem_usage).
+            convert: False leaves all tensors without values, which are to be loaded.
 
         Raises:
             DroppedBaseError: If another adapter freed the base weight.
@@ -153,11 +154,13 @@ class SELLayer(BaseWeightLayer):
             weight = draw_target(config, weight, bool(self.stack))
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         shape = matrix_shape(config, self.weight_name, tuple(weight.shape[len(self.stack) :]), self.transposed)
-        device = weight.device if convert else choose_empty_device(weight)
+        device = torch.device("meta") if not convert and makes_meta_parameters() else choose_device(weight)
         if convert:
             raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
-        else:
-            raw = torch.empty(weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device)
+        else:  # a frozen raw is in no file, but computed when the rest is there
+            raw = torch.empty(
+                weight.shape, dtype=RAW_DTYPES[config.raw_dtype], device=device if config.train_raw else "meta"
+            )
         dtype = wide_dtype(config)
         self.sel_config[adapter] = config
         self.record_base(adapter, config, weight)
@@ -173,11 +176,8 @@ class SELLayer(BaseWeightLayer):
         fixed = tuple(PREFIX + name for name, scale in config.scale_configs().items() if not scale.trainable)
         self.frozen_peft_weight_names[adapter] = fixed
         if config.r > 0:
-            bound = 1 / math.sqrt(max(shape[1], 1))  # nn.Linear's, and LoRA's, for A
-            a = torch.empty(*self.stack, config.r, shape[1], dtype=dtype, device=device).uniform_(-bound, bound)
-            self.symexplin_residual_a[adapter] = nn.Parameter(a)
-            b = torch.zeros(*self.stack, shape[0], config.r, dtype=dtype, device=device)
-            self.symexplin_residual_b[adapter] = nn.Parameter(b)
+            a, b = init_residual(config.r, shape, self.stack, dtype, device)
+            self.symexplin_residual_a[adapter], self.symexplin_residual_b[adapter] = nn.Parameter(a), nn.Parameter(b)
         if not config.init_weights:
             self._perturb(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -208,13 +208,13 @@ class SELLayer(BaseWeightLayer):
         """Whether no parameter of the adapter was written to since its conversion."""
         return self._fresh_versions.get(adapter) == self._versions(adapter)
 
-    def _tensors(self, adapter: str) -> list[Tensor]:
-        entries = (getattr(self, attribute) for attribute in self.adapter_layer_names)
-        values = [entry[adapter] for entry in entries if adapter in entry]
+    def tensors(self, adapter: str) -> list[Tensor]:
+        """Return the parameters of an adapter: raw if it is trained, scales, residual."""
+        values = [held[adapter] for name in self.adapter_layer_names if adapter in (held := getattr(self, name))]
         return [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
 
     def _versions(self, adapter: str) -> list[tuple[int, int]]:
-        return [(id(t), 0 if t.is_inference() else t._version) for t in self._tensors(adapter)]
+        return [(id(t), 0 if t.is_inference() else t._version) for t in self.tensors(adapter)]
 
     @torch.no_grad()
     def _perturb(self, adapter: str) -> None:
@@ -312,8 +312,8 @@ class SELLayer(BaseWeightLayer):
             return self.get_combined_weight(adapters)
         sources = [self.base_weight] if len(adapters) > 1 else []  # one alone does not depend on it
         for adapter in adapters:
-            raw, table = self._get_raw(adapter)
-            sources += [raw, *([] if table is None else [table]), self.symexplin_beta[adapter], *self._tensors(adapter)]
+            raw_and_table = (tensor for tensor in self._get_raw(adapter) if tensor is not None)
+            sources += [*raw_and_table, self.symexplin_beta[adapter], *self.tensors(adapter)]
         if training and shared is not None:
             return shared.get(adapters, sources, lambda: self._get_wide_weight(adapters), self.base_weight.dtype)
         return self.kept_weights.get(

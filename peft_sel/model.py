@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from peft_sel.checks import (
     check_tokens,
     warn_of_unreadable_base,
 )
-from peft_sel.conversion import BIAS, PREFIX, matches_end
+from peft_sel.conversion import BIAS, PREFIX, makes_meta_parameters, matches_end
 from peft_sel.errors import (
     AdapterStateError,
     ConfigError,
@@ -41,6 +40,7 @@ from peft_sel.removal import iter_sel_layers, remove_adapter
 from peft_sel.sharded import WAY_OUT, agree, awaits_values, is_layer_sharded, share_conversion
 from peft_sel.state import SavedTuner
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
+from peft_sel.trl import TRAINED, copy_adapter, is_reference
 from peft_sel.tying import keep_parted_weights_apart
 
 PATIENCE_S = 2.0  # no progress bar for anything quicker
@@ -110,7 +110,8 @@ class SELModel(SavedTuner):
     ) -> None:
         """Convert the target modules; on any error every module is put back as it was.
 
-        Under FSDP with cpu_ram_efficient_loading all processes have to do this, and take beta from the first.
+        An adapter "ref" with the configuration object of "default", as TRL adds it, starts as a copy of that. Under
+        FSDP with cpu_ram_efficient_loading all processes have to do this, and take beta from the first.
 
         Args:
             model: The base model.
@@ -129,7 +130,8 @@ class SELModel(SavedTuner):
                 stacklevel=2,
             )
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
-        self._convert = not (low_cpu_mem_usage or _makes_meta_parameters() or awaits_values(model))
+        awaits_load = low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters()
+        self._convert = not (awaits_load or awaits_values(model))
         if not any(iter_sel_layers(model)):
             # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
             self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -142,6 +144,8 @@ class SELModel(SavedTuner):
         try:
             with show_placeholders(iter_sel_layers(model)):
                 super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            if is_reference(self.peft_config, adapter_name):
+                copy_adapter(model, TRAINED, adapter_name)
             agree(None)
         except BaseException as error:
             self._roll_back(model, adapter_name)
@@ -150,13 +154,15 @@ class SELModel(SavedTuner):
             raise
         finally:
             self._progress.close()
+        self._undo_if_not_loaded(model, adapter_name)
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
-        share_conversion(iter_sel_layers(model), adapter_name)
+        if not awaits_load:
+            share_conversion(iter_sel_layers(model), adapter_name)
         if not awaits_values(model):  # the first process has read the base
             warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
-        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load)
+        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())
         if chosen_broadly and state_dict is None and (experts := find_untouched_experts(model)):
             ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in experts))
             warnings.warn(
@@ -388,10 +394,3 @@ class SELModel(SavedTuner):
             keep_parted_weights_apart(self.model)
             settle_quantization(self.model)
         return self.model
-
-
-def _makes_meta_parameters() -> bool:
-    """Whether new parameters land on the meta device, as in the context of PEFT's low_cpu_mem_usage."""
-    probe = nn.Module()
-    probe.parameter = nn.Parameter(torch.empty(0))
-    return probe.parameter.device.type == "meta"

@@ -59,7 +59,7 @@ class SELModule(SELLayer, nn.Module):
             adapter: Name of the adapter.
             config: Its configuration.
             hidden_size: Width of the model, for beta="width".
-            convert: False leaves raw and beta to be loaded (low_cpu_mem_usage).
+            convert: False leaves all tensors without values, which are to be loaded.
 
         Raises:
             SELError: If the weight or the bias cannot be converted.

@@ -188,11 +188,18 @@ def build_recipe(tree: dict[str, Any], *, source: str, default_output_dir: str |
         merge=top.get("merge", False),
         source=source,
     )
-    if recipe.training.eval_strategy != "no" and recipe.data.validation_share == 0:
-        raise RecipeError(
-            source, "training.eval_strategy", "there is nothing to evaluate on: data.validation_share is 0"
-        )
+    _check_together(recipe.training, recipe.data, source)
     return recipe
+
+
+def _check_together(training: TrainingArguments, data: DataSection, source: str) -> None:
+    """Raise if a training argument does not go with the text."""
+    if training.eval_strategy != "no" and not data.holds_out:
+        field = "validation_blocks" if data.streaming else "validation_share"
+        raise RecipeError(source, "training.eval_strategy", f"there is nothing to evaluate on: data.{field} is 0")
+    if data.streaming and training.max_steps <= 0:
+        problem = "with data.streaming the length of the text is not known; set the number of steps here"
+        raise RecipeError(source, "training.max_steps", problem)
 
 
 def _build_model(values: dict[str, Any], output_dir: Path, source: str) -> ModelSection:

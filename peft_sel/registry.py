@@ -17,6 +17,7 @@ from torch import Tensor
 from peft_sel.config import SELConfig
 from peft_sel.model import SELModel
 from peft_sel.sharded import gather_for_first, is_sharded_model
+from peft_sel.state import await_tensors
 
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
 PEFT_TYPE_NAME = "SYMEXPLIN"
@@ -49,11 +50,12 @@ def register() -> None:
 
 
 def extend_loading(read: Callable[..., dict[str, Tensor] | None]) -> None:
-    """Let PEFT read SEL adapters through a function of ours; a second call does nothing.
+    """Let PEFT load SEL adapters without inverting anything, and read them by our function; a second call does nothing.
 
     PEFT looks for one file by its name, pickled if there is no other, and reads it to the first GPU beside the model.
     Ours never opens a pickled one, also reads shards, and maps them into memory, from where load_state_dict copies
-    each tensor to its place.
+    each tensor to its place. PEFT first adds an adapter as if it were new and then loads over it: meanwhile nothing is
+    converted (await_tensors).
 
     Args:
         read: Takes folder or hub id, device, PEFT's key_mapping, and a dictionary of options for the hub; returns None
@@ -75,6 +77,9 @@ def extend_loading(read: Callable[..., dict[str, Tensor] | None]) -> None:
 
     setattr(load_peft_weights, READER_MARK, True)
     peft.peft_model.load_peft_weights = load_peft_weights
+    model: Any = peft.peft_model.PeftModel
+    model.from_pretrained = classmethod(await_tensors()(model.from_pretrained.__func__))
+    model.load_adapter = await_tensors()(model.load_adapter)
 
 
 def extend_saving() -> None:

@@ -122,13 +122,13 @@ def awaits_values(model: nn.Module) -> bool:
     return is_fsdp_enabled() and any(parameter.is_meta for parameter in model.parameters())
 
 
-def choose_empty_device(weight: Tensor) -> torch.device:
-    """Return where the parameters of an adapter wait for their values without taking memory.
+def choose_device(weight: Tensor) -> torch.device:
+    """Return the device of an adapter's tensors: that of its base weight.
 
-    On the meta device for a load; in empty pages of the CPU if accelerate is to bring them, since it tells an
-    optimizer's parameters from one another by their addresses.
+    Where accelerate is to bring the values of a base on the meta device, they wait in empty pages of the CPU, since it
+    tells an optimizer's parameters from one another by their addresses.
     """
-    return torch.device("cpu" if weight.is_meta and is_fsdp_enabled() else "meta")
+    return torch.device("cpu") if weight.is_meta and is_fsdp_enabled() else weight.device
 
 
 def shard_as(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def drop_awaited(
 
 def make_placeholder(weight: Tensor) -> Tensor:
     """Return 0 elements of a weight's dtype, on its device unless that is where accelerate brings no buffers back."""
-    return torch.empty(0, dtype=weight.dtype, device=choose_empty_device(weight) if weight.is_meta else weight.device)
+    return torch.empty(0, dtype=weight.dtype, device=choose_device(weight))
 
 
 def agree(error: BaseException | None) -> None:
@@ -214,15 +214,13 @@ def share_conversion(layers: Iterable[Any], adapter: str) -> None:
     for layer in (layer for layer in layers if adapter in layer.sel_config):
         found: list[Any] = [_pack(layer, adapter) if first else None]
         torch.distributed.broadcast_object_list(found, src=0)
-        if not first and found[0] is not None:
+        if not first:
             _unpack(layer, adapter, *found[0])
 
 
-def _pack(layer: Any, adapter: str) -> tuple[Any, ...] | None:
-    """Return what follows from the base weight of a layer; None if the adapter is to be loaded."""
+def _pack(layer: Any, adapter: str) -> tuple[Any, ...]:
+    """Return what follows from the base weight of a layer."""
     beta = layer.symexplin_beta[adapter]
-    if beta.is_meta:
-        return None
     frozen = layer.symexplin_raw_frozen
     others = (layer._table_dtypes, layer.base_fingerprint, layer.inversion_report)
     return beta.cpu(), frozen[adapter].cpu() if adapter in frozen else None, *(other.get(adapter) for other in others)

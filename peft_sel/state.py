@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,29 @@ from peft_sel.removal import iter_sel_layers, remove_adapter
 from peft_sel.sharded import drop_awaited, shard_as
 
 CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules, from accelerate's fsdp_activation_checkpointing
+
+_take_out: ContextVar[list[Callable[[], None]] | None] = ContextVar("_take_out", default=None)
+
+
+@contextmanager
+def await_tensors() -> Iterator[None]:
+    """Let adapters that are added meanwhile wait for the tensors of a load, which must follow: nothing is inverted.
+
+    If it fails, they are taken out of their models again. Within another such block this one changes nothing.
+    """
+    if _take_out.get() is not None:
+        yield
+        return
+    take_out: list[Callable[[], None]] = []
+    token = _take_out.set(take_out)
+    try:
+        yield
+    except BaseException:
+        for undo in take_out:
+            undo()
+        raise
+    finally:
+        _take_out.reset(token)
 
 
 class SavedTensors(dict[str, Tensor]):
@@ -58,6 +83,19 @@ class SavedTuner(BaseTuner):
     def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
         """Take an adapter out again."""
         raise NotImplementedError
+
+    def _awaits_tensors(self) -> bool:
+        """Whether an adapter that is added now gets its tensors from a load, in await_tensors."""
+        return _take_out.get() is not None
+
+    def _undo_if_not_loaded(self, model: nn.Module, adapter_name: str) -> None:
+        """Have an adapter taken out again if the load that it awaits fails."""
+        if (take_out := _take_out.get()) is not None:
+            take_out.append(partial(self._forget, model, adapter_name))
+
+    def _forget(self, model: nn.Module, adapter_name: str) -> None:
+        self.peft_config.pop(adapter_name, None)
+        self._roll_back(model, adapter_name)
 
     @classmethod
     def _get_adapter_state_dict(

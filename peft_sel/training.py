@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType, broadcast_object_list
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +30,7 @@ from peft_sel.optim import anneal_scheduler, sel_param_groups
 from peft_sel.removal import iter_sel_layers
 from peft_sel.sharded import gather, is_sharded_model
 from peft_sel.structured import StructuredScale, transform_parts
+from peft_sel.trl import check_trainer
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -36,6 +38,7 @@ else:
     _TrainerBase = object
 
 _PRINTERS = (PrinterCallback, ProgressCallback)
+_OWN_GROUPERS = ("galore", "apollo", "lomo", "adalomo")  # asked for, some leave hooks on the parameters at once
 _OWN_GROUPS = ("params", "model", "optimizer_dict")  # keys by which Trainer's optimizers say that they group parameters
 
 
@@ -115,7 +118,11 @@ class SELCallback(TrainerCallback):
     Each training log gains sel/lr/<role> (the rate of the step just taken, like Trainer's own learning_rate) and
     sel/scale/<scale>/<module role> (see collect_scale_means), in state.log_history and in every callback that comes
     after this one: all share one dict of logs. SELTrainer adds it by itself, ahead of the reporters and behind the
-    callbacks that print. A stock Trainer takes callbacks=[SELCallback()], which puts it behind Trainer's own reporters.
+    callbacks that print.
+
+    A stock Trainer takes callbacks=[SELCallback()]; the figures are in state.log_history then, but not in the reporters
+    that report_to names, which come before all callbacks. To have them in TensorBoard too, list its callback behind
+    this one: report_to="none" and callbacks=[SELCallback(), TensorBoardCallback()], from transformers.integrations.
     """
 
     def __init__(self) -> None:
@@ -128,8 +135,10 @@ class SELCallback(TrainerCallback):
         self._rates = collect_learning_rates(kwargs["optimizer"].param_groups)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add to the logs of a training step; evaluation results and the final summary stay as they are."""
+        """Add to the logs of a training step; evaluation results and the final summary get no figures of SEL's."""
         logs: dict[str, float] = kwargs["logs"]
+        for key in state.log_history[-1].keys() - {"step"}:  # PrinterCallback takes out what it does not print
+            logs.setdefault(key, state.log_history[-1][key])
         if "loss" not in logs:
             return
         added = {f"sel/lr/{role}": rate for role, rate in self._rates.items()}
@@ -149,12 +158,29 @@ class SELTrainerMixin(_TrainerBase):
     With gradient accumulation, in one process, dense adapters compute each weight once per optimizer step
     (SELModel.accumulate_gradients), for 2 bytes per weight of bf16; shares_weights = False saves these.
 
+    In DDP, ddp_find_unused_parameters is False unless it is set: True (Trainer's default for PEFT models) is for models
+    with a trained module that some batches leave out. It walks the graph in each step and breaks reentrant checkpoints.
+    Where raw weights are frozen (train_raw=False), DDP sends its buffers, which hold them, once and not in each pass,
+    unless ddp_broadcast_buffers is set; in a plain loop, say `model.broadcast_buffers = False` after prepare.
+
     On one machine a checkpoint-<step> folder appears when it is complete, and replaces one of that name in one step, so
     that a killed run never resumes from half a checkpoint. So does the folder of save_model, if it was not there.
+
+    TRL's preference trainers use the base model as the reference (disable_adapter), or a frozen copy of an adapter that
+    the model came with: 4 bytes more per weight, which merging that adapter before saves.
+
+    Args:
+        *args: The trainer's.
+        **kwargs: The trainer's.
+
+    Raises:
+        DroppedBaseError: If the reference is the base model, and base_weight="drop" freed it.
+        AdapterStateError: If TRL cast the adapter to bfloat16, as it does on a base of 4 or 8 bits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_trainer(self)
         self.shares_weights = True
         self._open_step: Accumulation | None = None
         self._unfinished: Path | None = None  # where a checkpoint is being written
@@ -162,6 +188,12 @@ class SELTrainerMixin(_TrainerBase):
         printers = [callback for callback in others if isinstance(callback, _PRINTERS)]
         reporters = [callback for callback in others if callback not in printers]
         self.callback_handler.callbacks = [*printers, SELCallback(), *reporters]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as Trainer does, except for what the class says of unused parameters."""
+        super().create_accelerator_and_postprocess()
+        if self.args.ddp_find_unused_parameters is None:
+            self.accelerator.ddp_handler.find_unused_parameters = False
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer that args.optim names, over sel_param_groups.
@@ -181,15 +213,19 @@ class SELTrainerMixin(_TrainerBase):
             return super().create_optimizer(*arguments)
         target: Any = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        refusal = ConfigError(
+            "optim",
+            name,
+            "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one that "
+            "takes groups, such as adamw_torch or adafactor",
+        )
+        if given is None and name.startswith(_OWN_GROUPERS):
+            raise refusal
         optimizer_cls, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
         is_class = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)
         if not is_class or any(key in options for key in _OWN_GROUPS):
-            raise ConfigError(
-                "optim",
-                str(self.args.optim),
-                "this optimizer chooses its own parameter groups and would ignore the scales' learning rates; use one "
-                "that takes groups, such as adamw_torch or adafactor",
-            )
+            raise refusal
         groups = sel_param_groups(target, options.get("lr", self.args.learning_rate), self.args.weight_decay)
         # Trainer lets an optimizer's options carry "params", which then replace the groups it would have made itself
         self.optimizer_cls_and_kwargs = (optimizer_cls, {**options, "params": groups})
@@ -211,17 +247,22 @@ class SELTrainerMixin(_TrainerBase):
         if self.args.should_save and self._is_on_one_machine():
             clear_leftovers(Path(self.args.output_dir or ""), rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-\d+")
         self.accelerator.wait_for_everyone()  # a checkpoint that was put back is there for all to resume from
+        return super().train(*args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; auto_find_batch_size calls this again with smaller batches."""
         try:
-            return super().train(*args, **kwargs)
+            return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self._open_step is not None:  # training ended in the middle of one
+            if self._open_step is not None:  # it ended in the middle of one
                 self._open_step.discard()
                 self._open_step = None
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run one micro-batch, which shares weights with the others of its optimizer step; see shares_weights.
 
         Args:
+            model: Trainer's, and so the others.
             *args: Trainer's.
             **kwargs: Trainer's.
 
@@ -230,10 +271,12 @@ class SELTrainerMixin(_TrainerBase):
         """
         step, self._open_step = self._open_step, None
         if step is None:
-            model: Any = self.model
-            step = Accumulation([layer for layer in iter_sel_layers(model) if self._shares(layer)])
+            layers = list(iter_sel_layers(model))
+            if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
+                model.broadcast_buffers = not any(len(layer.symexplin_raw_frozen) for layer in layers)
+            step = Accumulation([layer for layer in layers if self._shares(layer)])
         try:
-            loss: Tensor = super().training_step(*args, **kwargs)
+            loss: Tensor = super().training_step(model, *args, **kwargs)
         except BaseException:
             step.discard()
             raise

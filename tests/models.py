@@ -70,7 +70,7 @@ def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
 def train_steps(model: nn.Module, steps: int = 1, lr: float = 1e-2) -> None:
     """Take plain SGD steps on a fixed batch."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer = torch.optim.SGD([{"params": p} for p in parameters], lr=lr)
     for _ in range(steps):
         optimizer.zero_grad()
         model(TOKENS, labels=TOKENS).loss.backward()

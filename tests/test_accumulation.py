@@ -121,7 +121,7 @@ def test_a_second_scope_adds_to_the_first_and_sees_new_values() -> None:
             (model(batch, labels=batch).loss / len(BATCHES)).backward()
     twice = {name: p.grad / 2 for name, p in model.named_parameters() if p.grad is not None}
     assert_equal_to_rounding(twice, once, torch.finfo(torch.float32).eps)
-    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2).step()
+    torch.optim.AdamW([{"params": p} for p in model.parameters() if p.requires_grad], lr=1e-2).step()
     assert_equal_to_rounding(backward(model, True), backward(model, False), torch.finfo(torch.float32).eps)
 
 
@@ -149,7 +149,7 @@ def test_an_evaluation_inside() -> None:
 
 
 def step(model: PeftModel) -> None:
-    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True).step()
+    torch.optim.AdamW([{"params": p} for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True).step()
 
 
 def write(model: PeftModel) -> None:

@@ -320,7 +320,7 @@ def test_nothing_but_merging_changes_the_base(kind, dtype, tmp_path):
 
     model = get_peft_model(nn.Sequential(base), SELConfig(r=2, target_modules=["0"]))
     check()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([{"params": p} for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         model(inputs).float().square().mean().backward()
         optimizer.step()

@@ -189,7 +189,7 @@ def take_step(model: nn.Module, family: str) -> None:
     loss = model(**make_inputs(family)).loss
     assert torch.isfinite(loss)
     loss.backward()
-    torch.optim.AdamW(parameters, lr=0.02).step()
+    torch.optim.AdamW([{"params": p} for p in parameters], lr=0.02).step()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

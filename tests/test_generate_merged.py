@@ -6,6 +6,7 @@ import filecmp
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from models import train_steps
 from peft import get_peft_model
@@ -15,21 +16,21 @@ from transformers import AutoModelForCausalLM
 from peft_sel import SELConfig, merge_checkpoint
 
 PROMPT = torch.arange(1000, 1016)[None]
-NUM_TOKENS = 200
 
 
 def load(folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def generate(model: nn.Module) -> list[int]:
+def generate(model: nn.Module, num_tokens: int) -> list[int]:
     """Generate greedily; an end of text does not end it."""
-    options = {"do_sample": False, "min_new_tokens": NUM_TOKENS, "max_new_tokens": NUM_TOKENS}
+    options = {"do_sample": False, "min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
     tokens = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), pad_token_id=0, **options)
     return tokens[0, PROMPT.shape[1] :].tolist()
 
 
-def test_bytes_before_training_and_tokens_after_it(real_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tokens", [pytest.param(200, marks=pytest.mark.slow), 40])
+def test_bytes_before_training_and_tokens_after_it(real_checkpoint: Path, num_tokens: int, tmp_path: Path) -> None:
     model = get_peft_model(load(real_checkpoint), SELConfig(task_type="CAUSAL_LM"))
     model.save_pretrained(tmp_path / "untrained")
     merge_checkpoint(real_checkpoint, tmp_path / "untrained", tmp_path / "same")
@@ -40,12 +41,12 @@ def test_bytes_before_training_and_tokens_after_it(real_checkpoint: Path, tmp_pa
     model.save_pretrained(tmp_path / "trained")
     report = merge_checkpoint(real_checkpoint, tmp_path / "trained", tmp_path / "merged")
     assert report.tensors_merged == 210
-    expected = generate(model.eval())
-    assert len(expected) == NUM_TOKENS and len(set(expected)) > 10
+    expected = generate(model.eval(), num_tokens)
+    assert len(expected) == num_tokens and len(set(expected)) > 10
     del model
     plain = load(tmp_path / "merged")
     assert type(plain).__module__.startswith("transformers.")
-    assert generate(plain) == expected
+    assert generate(plain, num_tokens) == expected
     with torch.no_grad():
         assert not torch.equal(plain(PROMPT).logits, load(real_checkpoint)(PROMPT).logits)  # training changed something
     shutil.rmtree(tmp_path)  # 1.6 GB

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 import transformers.utils.logging
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
+from processes import launch
 from safetensors.torch import load_file
 from tiny import make_documents, make_tokenizer, save_checkpoint, write_documents, write_recipe
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -323,11 +322,27 @@ def test_bars_are_for_terminals() -> None:
     assert not transformers.utils.logging.is_progress_bar_enabled()
 
 
-@pytest.mark.slow
 def test_accelerate_launch_on_two_processes(folder: Path) -> None:
-    file = write_recipe(folder, training={"per_device_train_batch_size": 1}, merge=True)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
-    options = ["--mixed_precision=no", "--dynamo_backend=no", "-m", "peft_sel.cli", "train", str(file)]
-    done = subprocess.run([*launch, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("adapter: ") == 1 and (folder / "out" / "merged" / "model.safetensors").is_file()
+    save_checkpoint(folder / "base", dtype=torch.float32)
+    training = {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
+    file = write_recipe(folder, training=training, merge=True)
+    run_job(load_recipe(file, [f"output_dir={folder / 'one'}"]))
+    halved = ["--set", "training.per_device_train_batch_size=1"]
+    done = launch("-m", "peft_sel.cli", "train", file, *halved)
+    lines = done.stdout.splitlines()
+    starts = [f"step {step} of 4  loss" for step in (1, 2, 3, 4)] + ["adapter: ", "held-out loss: ", "merged: "]
+    assert [sum(line.strip().startswith(start) for line in lines) for start in starts] == [1] * len(starts)
+    assert "Warning" not in done.stderr and "Error" not in done.stderr
+    assert len(list((folder / "out" / "checkpoint-4").glob("rng_state_*.pth"))) == 2
+    one, two = (load_file(folder / name / "merged" / "model.safetensors") for name in ("one", "out"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert (two[name] - weight).norm() <= 1e-4 * weight.norm(), name  # as in test_ddp.py
+
+
+def test_processes_that_would_each_train_alone_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(write_recipe(folder))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE='2': .* in 1 process; .*set training.use_cpu: true"):
+        run_job(recipe)
+    assert not (folder / "out").exists()

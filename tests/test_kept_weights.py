@@ -100,7 +100,7 @@ def test_keeping_for_backward_changes_memory_and_no_gradient(autocast, dtype):
 
 
 def step(model: PeftModel) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.AdamW([{"params": p} for p in model.parameters() if p.requires_grad], lr=0.01)
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
 
@@ -128,7 +128,7 @@ def write_data(model: PeftModel) -> None:
 
 def fused_step(model: PeftModel) -> None:
     """One that writes without counting it, between evaluations that see the gradients."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW([{"params": p} for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
     model(TOKENS, labels=TOKENS).loss.backward()
     run(model)
     optimizer.step()

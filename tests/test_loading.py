@@ -1,4 +1,4 @@
-"""What loading an adapter computes: with low_cpu_mem_usage nothing that the file holds already."""
+"""What loading an adapter computes: nothing that the file holds already."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from peft_sel import SELConfig, SELError, layer
 
 @pytest.mark.parametrize("base_weight", ["keep", "cpu", "drop"])
 @pytest.mark.parametrize("low_cpu_mem_usage", [True, False])
-def test_a_load_into_empty_tensors_inverts_nothing(low_cpu_mem_usage, base_weight, tmp_path: Path, monkeypatch):
+def test_a_load_inverts_nothing(low_cpu_mem_usage, base_weight, tmp_path: Path, monkeypatch):
     model = convert(make_tiny(dtype=torch.bfloat16), base_weight=base_weight)
     train_steps(model)
     model.eval().save_pretrained(tmp_path)
@@ -37,27 +37,27 @@ def test_a_load_into_empty_tensors_inverts_nothing(low_cpu_mem_usage, base_weigh
         monkeypatch.setattr(layer, name, lambda *args, name=name, plain=plain: (calls.update([name]), plain(*args))[1])
     base = make_tiny(dtype=torch.bfloat16)
     loaded = PeftModel.from_pretrained(base, tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
-    assert calls == ({} if low_cpu_mem_usage else {"invert_at_start": NUM_TARGETS})
+    assert calls == {}
     assert torch.equal(bits(logits(loaded)), bits(expected))
     if base_weight == "drop":
         assert all(layer.base_weight.numel() == 0 for layer in sel_layers(loaded))
     else:  # beside another adapter a base is not dropped
-        calls.clear()
         loaded.load_adapter(tmp_path, "other", low_cpu_mem_usage=low_cpu_mem_usage)
-        assert calls == ({} if low_cpu_mem_usage else {"invert_at_start": NUM_TARGETS})
+        assert calls == {}
         loaded.set_adapter("other")
         assert torch.equal(bits(logits(loaded)), bits(expected))
 
 
+@pytest.mark.parametrize("low_cpu_mem_usage", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_frozen_raw_weights_are_inverted_once_into_empty_tensors(dtype, tmp_path: Path, monkeypatch):
+def test_frozen_raw_weights_are_inverted_once(dtype, low_cpu_mem_usage, tmp_path: Path, monkeypatch):
     model = convert(make_tiny(dtype=dtype), train_raw=False)
     train_steps(model)
     model.eval().save_pretrained(tmp_path)
     calls: Counter[str] = Counter()
     plain = layer.SELLayer._invert
     monkeypatch.setattr(layer.SELLayer, "_invert", lambda *args: (calls.update(["inversion"]), plain(*args))[1])
-    loaded = PeftModel.from_pretrained(make_tiny(dtype=dtype), tmp_path, low_cpu_mem_usage=True)
+    loaded = PeftModel.from_pretrained(make_tiny(dtype=dtype), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert calls == {"inversion": NUM_TARGETS}
     assert torch.equal(bits(logits(loaded)), bits(logits(model)))
 
@@ -92,3 +92,35 @@ def test_a_configuration_from_a_folder_drops_without_a_load_too(first, tmp_path:
         assert all(layer.base_weight.numel() == 0 for layer in sel_layers(model))
     assert torch.equal(logits(model), logits(convert(make_tiny())))
     assert all(layer.base_weight.numel() == 0 for layer in sel_layers(model))
+
+
+def test_a_configuration_from_a_folder_converts_without_a_load(tmp_path: Path):
+    base = make_tiny(dtype=torch.bfloat16)
+    trained = convert(make_tiny(dtype=torch.bfloat16))
+    train_steps(trained)
+    trained.save_pretrained(tmp_path)
+    PeftModel.from_pretrained(make_tiny(dtype=torch.bfloat16), tmp_path)
+    expected = logits(base)
+    assert torch.equal(bits(logits(get_peft_model(base, SELConfig.from_pretrained(tmp_path)))), bits(expected))
+
+
+@pytest.mark.parametrize("train_raw", [True, False])
+def test_a_load_whose_files_cannot_be_read_leaves_no_adapter_without_values(train_raw, tmp_path: Path, monkeypatch):
+    convert(make_tiny(), train_raw=train_raw).save_pretrained(tmp_path)
+
+    def fail(*_, **__):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("peft.peft_model.load_peft_weights", fail)
+    base = make_tiny()
+    before, state = fingerprint(base), clone_state(base)
+    with pytest.raises(OSError, match="the disk is gone"):
+        PeftModel.from_pretrained(base, tmp_path)
+    assert fingerprint(base) == before
+    assert_same_bits(base.state_dict(), state)
+    model = convert(base)
+    before, state = fingerprint(model), clone_state(model)
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.load_adapter(tmp_path, "other")
+    assert fingerprint(model) == before and list(model.peft_config) == ["default"]
+    assert_same_bits(model.state_dict(), state)

@@ -131,7 +131,7 @@ def make_few() -> SELConfig:
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole_graph() -> None:
     """Skip where the base model alone is no single graph: torch 2.7 with transformers 5.10."""
     torch._dynamo.reset()
@@ -300,7 +300,8 @@ def test_bfloat16_raw_on_request_loses_what_its_documentation_says(low_cpu_mem_u
 def test_grad_scaler_with_autocast(base_dtype):
     model = get_peft_model(make_tiny(dtype=base_dtype), make_config())
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer, scaler = torch.optim.SGD(parameters, lr=0.03), torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer = torch.optim.SGD([{"params": p} for p in parameters], lr=0.03)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     losses = []
     for _ in range(6):
         optimizer.zero_grad()

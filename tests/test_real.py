@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from models import assert_same_bits, bits, clone_state, train_steps, ulp_distance
+from models import assert_same_bits, bits, train_steps, ulp_distance
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,7 +25,7 @@ NUM_TARGETS = 210
 TOKENS = torch.arange(1000, 1064)[None]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if dtype == torch.float32:  # a bf16 file holds no float32 numbers proper: give every weight a full mantissa
@@ -34,6 +34,13 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-3 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unload() -> Iterator[None]:
+    """Give the memory back: later tests fork."""
+    yield
+    load.cache_clear()
 
 
 def convert(folder: Path, dtype: torch.dtype, **options: object) -> tuple[PeftModel, dict[str, Tensor]]:
@@ -50,9 +57,14 @@ def logits(model: torch.nn.Module) -> Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("beta", ["auto", 7.5, 20.0])
+# test_inversion.py takes every fp16 value, and heavy-tailed float32 ones, through these curvatures.
+SLOW = pytest.mark.slow
+HALVES = [(torch.bfloat16, "auto"), (torch.bfloat16, 7.5), (torch.bfloat16, 20.0), (torch.float16, "auto")]
+SLOW_HALVES = [pytest.param(torch.float16, beta, marks=SLOW) for beta in (7.5, 20.0)]
+
+
 @pytest.mark.parametrize("mode", ["mismatch", "congruent"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "beta"), [*HALVES, *SLOW_HALVES])
 def test_every_tensor_is_bit_identical_at_zero_steps(real_checkpoint, dtype, mode, beta):
     model, base = convert(real_checkpoint, dtype, mode=mode, beta=beta, base_weight="drop")
     reports = [layer.inversion_report["default"] for _, layer in sel_layers(model)]
@@ -83,7 +95,7 @@ def test_damped_names_the_tensor_that_its_exponential_path_cannot_reach(real_che
         convert(real_checkpoint, torch.bfloat16, family="damped", mode="exp_only", r=0)
 
 
-@pytest.mark.parametrize("beta", ["auto", 7.5, 20.0])
+@pytest.mark.parametrize("beta", ["auto", pytest.param(7.5, marks=SLOW), 20.0])
 @pytest.mark.parametrize("mode", ["mismatch", "congruent"])
 def test_float32_is_within_the_bound(real_checkpoint, mode, beta):
     model, base = convert(real_checkpoint, torch.float32, mode=mode, beta=beta)
@@ -92,13 +104,9 @@ def test_float32_is_within_the_bound(real_checkpoint, mode, beta):
         for name, layer in sel_layers(model)
     }
     merged = model.merge_and_unload().state_dict()
-    distances = []
     for name, exponent in exponents.items():
         distance = ulp_distance(merged[f"{name}.weight"], base[f"{name}.weight"])
         assert (distance <= 4 + 1.2 * exponent).all(), name  # SPEC section 3, Fidelity
-        distances.append(distance.flatten())
-    all_distances = torch.cat(distances)
-    print(f"float32 {mode} beta={beta}: worst {int(all_distances.max())} ulp, median {int(all_distances.median())} ulp")
 
 
 def test_adapter_file_alone_rebuilds_the_checkpoint(real_checkpoint, tmp_path):
@@ -160,10 +168,10 @@ def test_adapted_and_merged_logits_are_equal(real_checkpoint, dtype):
     model, _ = convert(real_checkpoint, dtype)
     before = logits(model)
     assert torch.equal(before, logits(copy.deepcopy(model).merge_and_unload()))
-    optimizer = create_sel_optimizer(model, lr=1e-4, fused=True)
+    optimizer = create_sel_optimizer(model, lr=5e-4, fused=True)
     model.train()
     losses = []
-    for _ in range(20):
+    for _ in range(4):
         loss = model(TOKENS, labels=TOKENS).loss
         loss.backward()
         optimizer.step()
@@ -188,16 +196,17 @@ def test_exact_zeros_get_a_gradient(real_checkpoint):
     assert zeros > 1000
 
 
-@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
-def test_reloaded_adapter_equals_the_saved_one(real_checkpoint, tmp_path, low_cpu_mem_usage):
+def test_reloaded_adapter_equals_the_saved_one(real_checkpoint, tmp_path):
     model, _ = convert(real_checkpoint, torch.bfloat16)
     train_steps(model)
     model.eval()
     model.save_pretrained(tmp_path)
-    fresh = copy.deepcopy(load(real_checkpoint, torch.bfloat16))
-    loaded = PeftModel.from_pretrained(fresh, tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
-    assert_same_bits(dict(sorted(clone_state(loaded).items())), dict(sorted(model.state_dict().items())))
+    expected, outputs = dict(sorted(model.state_dict().items())), logits(model)
+    for low_cpu_mem_usage in (False, True):
+        fresh = copy.deepcopy(load(real_checkpoint, torch.bfloat16))
+        loaded = PeftModel.from_pretrained(fresh, tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
+        assert_same_bits(dict(sorted(loaded.state_dict().items())), expected)
+        assert torch.equal(logits(loaded), outputs)
     raw = torch.cat([layer.symexplin_raw["default"].detach().flatten() for _, layer in sel_layers(loaded)])
     assert raw.dtype == torch.float32
     assert (raw != raw.bfloat16().float()).float().mean() > 0.9  # full float32, not values rounded to bf16
-    assert torch.equal(logits(loaded), logits(model))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -178,38 +175,3 @@ def test_callbacks_and_pushes_see_the_finished_folder(tmp_path: Path, monkeypatc
     trainer.train()
     assert pushed == [str(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
     assert len(seen) == 2 and all({"adapter_model.safetensors", "trainer_state.json"} <= set(names) for names in seen)
-
-
-PROGRAM = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_trainer_checkpoints import SELTrainer, run
-from peft_sel.checkpoint import staging
-
-trainer = run(SELTrainer, Path(sys.argv[1]), save_total_limit=2, eval_strategy="steps", eval_steps=2,
-              load_best_model_at_end=True, ddp_find_unused_parameters=False)
-assert trainer.args.world_size == 2
-assert trainer.state.best_model_checkpoint == str(Path(sys.argv[1]) / "checkpoint-6"), trainer.state
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_write_one_checkpoint(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    tests = str(Path(__file__).parent)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "run"), tests],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-4", "checkpoint-6"]
-    names = os.listdir(tmp_path / "run" / "checkpoint-6")
-    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt", "adapter_model.safetensors"} <= set(names)

@@ -9,6 +9,7 @@ from peft_sel.optim.anneal import (
     resolve_anneal_steps,
 )
 from peft_sel.optim.groups import ROLES, check_param_groups, create_sel_optimizer, sel_param_groups
+from peft_sel.optim.shared_groups import warn_of_shared_groups
 
 __all__ = [
     "ROLES",
@@ -21,4 +22,5 @@ __all__ = [
     "relative_multiplier",
     "resolve_anneal_steps",
     "sel_param_groups",
+    "warn_of_shared_groups",
 ]

@@ -159,6 +159,8 @@ def create_sel_scheduler(
 
     Accelerate steps a prepared scheduler once per process and step, unless split_batches is set: multiply
     num_training_steps, num_warmup_steps and an integer anneal_steps by the number of processes, as for any scheduler.
+    Or give Accelerator step_scheduler_with_optimizer=False and step once per optimizer step, as
+    configs/accelerate/plain_loop.py does.
 
     Args:
         optimizer: From create_sel_optimizer, or any optimizer over sel_param_groups; prepared by Accelerate or not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ def sel_param_groups(
             "FSDP1 wraps the model, and its flat parameters mix roles",
             "set fsdp_version: 2 in Accelerate's config (version: 2 in Trainer's fsdp_config)",
         )
-    known = _find_sel_settings(model)
+    known = find_sel_settings(model.modules())
     owners = dict(model.named_modules(remove_duplicate=False))
     grouped: dict[tuple[GroupSettings, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -166,7 +166,8 @@ def create_sel_optimizer(
         **kwargs: Further arguments of optimizer_cls, such as betas or fused.
 
     Returns:
-        The optimizer.
+        The optimizer. With it and create_sel_scheduler a stock Trainer takes the steps of SELTrainer, bit for bit if
+        both have one kind of AdamW (Trainer's own is fused=True) and SELTrainer shares no weights of an accumulation.
 
     Raises:
         ConfigError: If lr is not positive, weight_decay is negative, or lr_scale returns no positive, finite number.
@@ -222,14 +223,23 @@ def _make_group(
     }
 
 
-def _find_sel_settings(model: nn.Module) -> dict[int, GroupSettings]:
-    """Map the id of each SEL parameter to its settings."""
+def find_sel_settings(modules: Iterable[object], wanted: Container[int] | None = None) -> dict[int, GroupSettings]:
+    """Map the ids of SEL parameters to their settings.
+
+    Args:
+        modules: Modules; those that are no SEL layers have none.
+        wanted: Only adapters of a layer that hold one of these ids; None for all.
+
+    Returns:
+        The settings of all parameters of these adapters.
+    """
     found: dict[int, GroupSettings] = {}
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, SELLayer):
             for adapter, config in module.sel_config.items():
-                for parameter, settings in _iter_layer_settings(module, adapter, config):
-                    found.setdefault(id(parameter), settings)
+                if wanted is None or any(id(tensor) in wanted for tensor in module.tensors(adapter)):
+                    for parameter, settings in _iter_layer_settings(module, adapter, config):
+                        found.setdefault(id(parameter), settings)
     return found
 
 

@@ -1,0 +1,64 @@
+"""Instruction tuning with TRL: a chat template, packed data, and the loss on the answers only.
+
+purpose   fine-tune a chat model on your own conversations (JSON lines with a list of {role, content} under "messages")
+command   python configs/trl_sft.py --model MODEL --chats chats.jsonl --output_dir runs/chat
+          and any option of trl.SFTConfig; --assistant_only_loss True counts every answer and not only the last one of a
+          conversation, for chat templates that TRL knows (such as Qwen's, not SmolLM2's)
+duration  20 steps of 128 tokens took SmolLM2-135M two minutes on a busy CPU core; no GPU has run it
+expected  in those, five epochs of four conversations (tests/test_trl.py), the loss fell from 3.5 to 1.1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from trl import SFTConfig, SFTTrainer
+
+from peft_sel import SELConfig, SELTrainerMixin, merge_checkpoint
+
+
+@dataclass
+class Job:
+    """What to train on what: a folder or an id of the hub, and a file."""
+
+    model: str
+    chats: str
+
+
+class SELSFTTrainer(SELTrainerMixin, SFTTrainer):
+    """SFTTrainer with SEL's parameter groups, annealing, logs and checkpoints."""
+
+
+def split_chat(row: dict[str, Any]) -> dict[str, Any]:
+    """Part the last answer from what it answers, so that TRL counts it alone, whatever the chat template."""
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
+def main(arguments: list[str] | None = None) -> SELSFTTrainer:
+    """Train, save the adapter and merge it, into the folders adapter and merged of output_dir."""
+    parser = HfArgumentParser((Job, SFTConfig))
+    parser.set_defaults(packing=True, learning_rate=2e-5, weight_decay=0.01, warmup_steps=0.03)
+    job, args = parser.parse_args_into_dataclasses(arguments)
+    chats = load_dataset("json", data_files=job.chats, split="train")
+    if not args.assistant_only_loss:
+        chats = chats.map(split_chat, remove_columns="messages")
+    trainer = SELSFTTrainer(
+        AutoModelForCausalLM.from_pretrained(job.model, dtype="auto"),
+        args=args,
+        train_dataset=chats,
+        processing_class=AutoTokenizer.from_pretrained(job.model),
+        peft_config=SELConfig(task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    adapter, merged = Path(args.output_dir, "adapter"), Path(args.output_dir, "merged")
+    trainer.save_model(str(adapter))
+    merge_checkpoint(job.model, adapter, merged)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
