@@ -38,7 +38,7 @@ from peft_sel.shapes import matrix_shape
 from peft_sel.sharded import (
     BUFFERS,
     check_whole,
-    choose_empty_device,
+    choose_device,
     excuse_omitted,
     is_layer_sharded,
     is_sharded,
@@ -156,7 +156,7 @@ class SELLayer(BaseWeightLayer):
         beta = self._choose_beta(config, weight, hidden_size) if convert else torch.ones(self.stack)
         shape = matrix_shape(config, self.weight_name, tuple(weight.shape[len(self.stack) :]), self.transposed)
         on_meta = not convert and makes_meta_parameters()
-        device = torch.device("meta") if on_meta else choose_empty_device(weight)
+        device = torch.device("meta") if on_meta else choose_device(weight)
         if convert:
             raw, self.inversion_report[adapter] = self._invert(adapter, config, beta, weight)
         else:  # a frozen raw is in no file, but computed when the rest is there

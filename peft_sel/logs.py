@@ -41,7 +41,7 @@ def collect_learning_rates(groups: Iterable[dict[str, Any]]) -> dict[str, float]
 
 @torch.no_grad()
 def collect_scale_means(model: nn.Module) -> dict[str, float]:
-    """Measure how far the trainable scales of the active adapters have moved.
+    """Measure how far the trainable scales of the active adapters have moved; under FSDP2 all processes have to.
 
     Args:
         model: A model with SEL layers.

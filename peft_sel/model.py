@@ -113,7 +113,8 @@ class SELModel(SavedTuner):
     ) -> None:
         """Convert the target modules; on any error every module is put back as it was.
 
-        An adapter "ref" with the configuration object of "default", as TRL adds it, starts as a copy of that.
+        An adapter "ref" with the configuration object of "default", as TRL adds it, starts as a copy of that. Under
+        FSDP with cpu_ram_efficient_loading all processes have to do this, and take beta from the first.
 
         Args:
             model: The base model.

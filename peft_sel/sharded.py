@@ -161,7 +161,7 @@ def drop_awaited(
     }
 
 
-def choose_empty_device(weight: Tensor) -> torch.device:
+def choose_device(weight: Tensor) -> torch.device:
     """Return the device of a weight, for what belongs to it; where accelerate is to bring the values, the CPU.
 
     What waits there takes empty pages, and on the meta device accelerate could not tell an optimizer's parameters from
@@ -171,8 +171,8 @@ def choose_empty_device(weight: Tensor) -> torch.device:
 
 
 def make_placeholder(weight: Tensor) -> Tensor:
-    """Return 0 elements of a weight's dtype, where choose_empty_device says."""
-    return torch.empty(0, dtype=weight.dtype, device=choose_empty_device(weight))
+    """Return 0 elements of a weight's dtype, where choose_device says."""
+    return torch.empty(0, dtype=weight.dtype, device=choose_device(weight))
 
 
 def agree(error: BaseException | None) -> None:

@@ -31,8 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 from transformers.trainer_utils import get_last_checkpoint
 
 from peft_sel import SELError, SELTrainer, create_sel_optimizer, create_sel_scheduler, save_adapter
+from peft_sel.jobs import run_job
 from peft_sel.layer import SELLayer
 from peft_sel.logs import collect_scale_means
+from peft_sel.recipe import load_recipe
 
 LR = 2e-3
 NUM_STEPS = 20
@@ -57,7 +59,7 @@ CASES = {
     "frozen": Case(steps=8, is_empty_elsewhere=False, options={"train_raw": False}),
     "tabulated": Case(base="bf16", steps=4, options={"train_raw": False}),
     "saved": Case("untied", {"modules_to_save": ["lm_head"], "bias": "all"}, steps=8, broadcasts=False),
-    "checkpointed": Case(steps=4, checkpoints=True),
+    "checkpointed": Case(steps=4, checkpoints=True, options={"normalize_by_inner_mult": True, "r": 1}),
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
@@ -214,6 +216,7 @@ def check_refusals(folder: Path, model: Any) -> dict[str, str]:
         "delete_adapter": lambda: model.delete_adapter("default"),
         "add_adapter": lambda: model.add_adapter("other", make_config()),
         "save_adapter": lambda: save_adapter(model, folder / "adapters" / "dense"),
+        "accumulate_gradients": lambda: model.base_model.accumulate_gradients().__enter__(),
     }
     names = list(dict(model.named_modules()))
     messages = {name: get_message(call) for name, call in requests.items()}
@@ -337,6 +340,11 @@ def run_until_killed(folder: Path) -> None:
     (folder / f"killed_{torch.distributed.get_rank()}.json").write_text(json.dumps(get_losses(trainer)))
 
 
+def run_recipe(folder: Path) -> None:
+    """Run the recipe in a folder, as `peft-sel train` does."""
+    run_job(load_recipe(folder / "recipe.yaml"))
+
+
 def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
@@ -351,5 +359,5 @@ def run_cases(folder: Path) -> None:
 
 if __name__ == "__main__":
     fake_accelerators()
-    {"cases": run_cases, "killed": run_until_killed}[sys.argv[1]](Path(sys.argv[2]))
+    {"cases": run_cases, "killed": run_until_killed, "job": run_recipe}[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.destroy_process_group()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,18 @@ from accelerate.commands.config.config_args import load_config_from_file
 from fsdp_worker import BASES, BATCHES, CASES, LR
 from models import assert_same_bits, convert, make_tiny
 from peft import PeftModel
-from processes import CONFIGS, launch
+from processes import CONFIGS, ROOT, launch
 from safetensors.torch import load_file
+from tiny import save_checkpoint, write_documents, write_recipe
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
 from peft_sel import create_sel_optimizer, merge_checkpoint
 from peft_sel.errors import ParameterGroupError
+from peft_sel.jobs import run_job
 from peft_sel.logs import collect_scale_means
+from peft_sel.recipe import load_recipe
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(Accelerator, "is_fsdp2"), reason="this accelerate has no FSDP2"),
@@ -30,6 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is all zeros, so beta='auto'"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
 ]
+BENCHMARK = ROOT / "benchmarks" / "sharded_memory.py"
 TOLERANCE = 1e-4  # of issue F; measured: 2.1e-7 for losses, 8e-7 for weights, 8e-5 for biases that start at 0
 
 
@@ -113,6 +120,19 @@ def test_run_whose_second_process_is_killed_goes_on_from_its_last_checkpoint(fol
         assert json.loads((folder / f"killed_{rank}.json").read_text()) == result["trainer"]["losses"]
 
 
+@pytest.mark.slow
+def test_recipe_runs_in_two_processes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base")
+    write_documents(tmp_path / "text.jsonl")
+    write_recipe(tmp_path, merge=True)
+    launch(Path(fsdp_worker.__file__), "job", tmp_path, config=CONFIGS / "fsdp2.yaml")
+    whole = {"per_device_train_batch_size": 4}
+    run_job(load_recipe(write_recipe(tmp_path, output_dir=str(tmp_path / "one"), merge=True, training=whole)))
+    merged, expected = (load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("out", "one"))
+    for key, tensor in expected.items():
+        assert (merged[key] - tensor).norm() <= torch.finfo(tensor.dtype).eps * tensor.norm(), key
+
+
 def test_evaluation_runs_on_what_is_there(folder: Path, results: list[Any], dense: Any) -> None:
     logits = load_file(folder / "logits.safetensors")
     threads = torch.get_num_threads()
@@ -148,6 +168,7 @@ def test_what_needs_whole_weights_is_refused(results: list[Any]) -> None:
             assert "is sharded by FSDP2" in messages[name] and "use merge_checkpoint" in messages[name]
         assert "sharded: convert before that" in messages["add_adapter"]
         assert "already exists" in messages["save_adapter"]
+        assert "this is one of 2" in messages["accumulate_gradients"]
         assert messages["save_adapter"].startswith("process 0 failed") == (rank == 1)
 
 
@@ -161,6 +182,21 @@ def test_mixed_precision_that_rounds_is_refused(results: list[Any]) -> None:
     for result in results:
         assert "was cast to bfloat16, which rounds away what training adds to float32" in result["mixed_precision"]
         assert "load the model in bfloat16" in result["mixed_precision"]
+
+
+def test_recorded_peaks_are_below_six_tenths_of_one_process() -> None:
+    rows = json.loads(BENCHMARK.with_suffix(".json").read_text())["rows"]
+    assert list(rows) == ["keep", "drop"]
+    for row in rows.values():
+        peaks = [max(process["peaks_mib"].values()) for process in (row["one_process"], *row["ranks"])]
+        assert peaks[0] > 1000 and len(peaks) == 3 and max(peaks[1:]) <= 0.6 * peaks[0]
+
+
+@pytest.mark.slow
+def test_benchmark_of_memory_runs(tmp_path: Path) -> None:
+    size = ["--hidden", "128", "--layers", "2", "--out", str(tmp_path / "result.json")]
+    subprocess.run([sys.executable, str(BENCHMARK), *size], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert list(json.loads((tmp_path / "result.json").read_text())["rows"]) == ["keep", "drop"]
 
 
 def test_fsdp1_is_refused() -> None:
