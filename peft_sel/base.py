@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from peft_sel.config import SELConfig
 from peft_sel.errors import NonFiniteWeightError, OffloadedError
+from peft_sel.loading import current_load
 from peft_sel.numerics import fingerprint_weight, fingerprints_agree, matches_fingerprint
 from peft_sel.partitioned import is_split
 from peft_sel.sharded import gather, make_placeholder
@@ -146,8 +147,8 @@ class BaseWeightLayer(_Plain, BaseTunerLayer):
         self._put_placeholder()
 
     def drop_if_pending(self) -> None:
-        """Free a base weight that was left for a load that might fail."""
-        if self.drop_pending:
+        """Free a base weight that was left for a load that might fail, unless that goes on."""
+        if self.drop_pending and current_load() is None:
             self.drop_pending = False
             self.drop_base_weight()
 

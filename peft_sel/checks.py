@@ -140,6 +140,21 @@ def warn_of_untouched_experts(model: nn.Module) -> None:
         )
 
 
+def warn_of_weakening(config: SELConfig) -> None:
+    """Warn of an adapter whose conversion does not give the weights back that it is made from.
+
+    Args:
+        config: Its configuration.
+    """
+    weakens = config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.draws_targets
+    if weakens and not config.inference_mode:
+        warnings.warn(
+            f"init='congruent' with mode={config.mode!r} weakens the converted weights: it is meant for training "
+            "from scratch. Use init='exact' to keep a pretrained model as it is",
+            stacklevel=3,
+        )
+
+
 def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) -> None:
     """Raise if an adapter to be saved is divided by an inner multiplier that has reached 0.
 

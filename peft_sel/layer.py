@@ -82,7 +82,6 @@ class SELLayer(BaseWeightLayer):
         "sel_config",
         "inversion_report",
         "base_fingerprint",
-        "_fresh_versions",
     )
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
@@ -99,7 +98,6 @@ class SELLayer(BaseWeightLayer):
         self.sel_config = {}
         self.inversion_report: dict[str, InversionReport] = {}
         self.base_fingerprint = {}
-        self._fresh_versions: dict[str, list[tuple[int, int]]] = {}
         self.frozen_peft_weight_names = {}
         self.merged_adapters = []
         self._disable_adapters = False
@@ -183,7 +181,6 @@ class SELLayer(BaseWeightLayer):
         if not config.init_weights:
             self._perturb(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-        self._fresh_versions[adapter] = self._versions(adapter)
 
     def _invert(self, adapter: str, config: SELConfig, beta: Tensor, weight: Tensor) -> tuple[Tensor, InversionReport]:
         """Return the raw weight of a weight, or if it stays frozen a table of it, and how that went."""
@@ -206,17 +203,10 @@ class SELLayer(BaseWeightLayer):
         if not self.sel_config:
             self.put_base_back()
 
-    def is_untouched(self, adapter: str) -> bool:
-        """Whether no parameter of the adapter was written to since its conversion."""
-        return self._fresh_versions.get(adapter) == self._versions(adapter)
-
     def tensors(self, adapter: str) -> list[Tensor]:
         """Return the parameters of an adapter: raw if it is trained, scales, residual."""
         values = [held[adapter] for name in self.adapter_layer_names if adapter in (held := getattr(self, name))]
         return [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
-
-    def _versions(self, adapter: str) -> list[tuple[int, int]]:
-        return [(id(t), 0 if t.is_inference() else t._version) for t in self.tensors(adapter)]
 
     @torch.no_grad()
     def _perturb(self, adapter: str) -> None:

@@ -22,6 +22,7 @@ from peft_sel.checks import (
     check_tokens,
     warn_of_unreadable_base,
     warn_of_untouched_experts,
+    warn_of_weakening,
 )
 from peft_sel.conversion import BIAS, PREFIX, makes_meta_parameters, matches_end
 from peft_sel.errors import (
@@ -35,6 +36,7 @@ from peft_sel.errors import (
 )
 from peft_sel.experts import find_parameters, is_internal, place_holder
 from peft_sel.layer import SELLayer
+from peft_sel.loading import current_load
 from peft_sel.mixed import route_rows
 from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.partitioned import gathered, split_like
@@ -126,19 +128,13 @@ class SELModel(SavedTuner):
         config: Any = self.peft_config[adapter_name]
         check_can_add(model, adapter_name, config)
         check_can_split(model, config)
-        weakened = config.init == "congruent" and config.mode in ("mismatch", "oppose") and not config.draws_targets
-        if weakened and not config.inference_mode:
-            warnings.warn(
-                f"init='congruent' with mode={config.mode!r} weakens the converted weights: it is meant for training "
-                "from scratch. Use init='exact' to keep a pretrained model as it is",
-                stacklevel=2,
-            )
+        warn_of_weakening(config)
         chosen_broadly = config.target_modules in (None, "all-linear") and not config.target_parameters
-        loads = low_cpu_mem_usage or self._awaits_tensors() or makes_meta_parameters()
+        load = current_load()
+        loads = low_cpu_mem_usage or load is not None or makes_meta_parameters()
         self._convert = not (loads or awaits_values(model))
-        if not any(iter_sel_layers(model)):
-            # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
-            self._flags_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        # By name: a list of the parameters would keep those alive that base_weight="drop" is to free.
+        flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         disabled = any(layer.disable_adapters for layer in iter_sel_layers(model))
         with show_placeholders(iter_sel_layers(model)):
             num_targets = None if state_dict is not None else len(self._find_targets(model, config))
@@ -150,25 +146,28 @@ class SELModel(SavedTuner):
                 super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
             if is_reference(self.peft_config, adapter_name):
                 copy_adapter(model, TRAINED, adapter_name)
+            if not awaits_values(model):  # the first process has read the base
+                warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
+            if chosen_broadly and state_dict is None:
+                warn_of_untouched_experts(model)
             agree(None)
         except BaseException as error:
-            self._roll_back(model, adapter_name)
+            self._take_out(model, adapter_name, flags)
             if isinstance(error, Exception) and not isinstance(error, OtherProcessError):
                 agree(error)
             raise
         finally:
             self._progress.close()
-        self._undo_if_not_loaded(model, adapter_name)
+        if load is not None:
+            load.awaited.append(adapter_name)
+            load.undo.callback(self._take_out, model, adapter_name, flags)
+            load.finish += [layer.drop_if_pending for layer in iter_sel_layers(model)]
         if disabled:  # so are the layers that are new
             for layer in iter_sel_layers(model):
                 layer.enable_adapters(False)
         if not loads:
             share_conversion(iter_sel_layers(model), adapter_name)
-        if not awaits_values(model):  # the first process has read the base
-            warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
-        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or self._awaits_tensors())
-        if chosen_broadly and state_dict is None:
-            warn_of_untouched_experts(model)
+        place_base_weights(model, list(iter_sel_layers(model)), config.awaits_load or load is not None)
 
     def _find_targets(self, model: nn.Module, config: Any) -> list[str]:
         """Return the names of the modules that a configuration targets; refuse a beta_pattern that matches none."""
@@ -204,12 +203,13 @@ class SELModel(SavedTuner):
         """Say whether a module is a target: no part of an adapter is, though it bears a parameter's name."""
         return False if is_internal(key) else BaseTuner._check_target_module_exists(peft_config, key)
 
-    def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
-        """Take an adapter out again; with the last one, leave the model as it was before conversion."""
+    def _take_out(self, model: nn.Module, adapter_name: str, flags: dict[str, bool]) -> None:
+        """Take an adapter out again, and leave the model as it was before that came, flags of parameters included."""
+        self.peft_config.pop(adapter_name, None)
         remove_adapter(model, adapter_name)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
         if not any(iter_sel_layers(model)):
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(self._flags_before[name])
             model.__dict__.pop("peft_config", None)
 
     def _create_and_replace(

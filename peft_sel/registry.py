@@ -15,9 +15,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
 
 from peft_sel.config import SELConfig
+from peft_sel.loading import await_tensors
 from peft_sel.model import SELModel
 from peft_sel.sharded import gather_for_first, is_sharded_model
-from peft_sel.state import await_tensors
 
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
 PEFT_TYPE_NAME = "SYMEXPLIN"

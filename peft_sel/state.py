@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
 from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
 from peft_sel.config import SELConfig
-from peft_sel.conversion import BIAS
-from peft_sel.errors import AdapterStateError, OffloadedError, SELError
-from peft_sel.removal import iter_sel_layers, remove_adapter
+from peft_sel.conversion import BIAS, PREFIX
+from peft_sel.errors import AdapterStateError, OffloadedError
+from peft_sel.loading import current_load
+from peft_sel.removal import iter_sel_layers
 from peft_sel.sharded import drop_awaited, shard_as
 
 CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules, from accelerate's fsdp_activation_checkpointing
-
-_take_out: ContextVar[list[Callable[[], None]] | None] = ContextVar("_take_out", default=None)
-
-
-@contextmanager
-def await_tensors() -> Iterator[None]:
-    """Let adapters that are added meanwhile wait for the tensors of a load, which must follow: nothing is inverted.
-
-    If it fails, they are taken out of their models again. Within another such block this one changes nothing.
-    """
-    if _take_out.get() is not None:
-        yield
-        return
-    take_out: list[Callable[[], None]] = []
-    token = _take_out.set(take_out)
-    try:
-        yield
-    except BaseException:
-        for undo in take_out:
-            undo()
-        raise
-    finally:
-        _take_out.reset(token)
 
 
 class SavedTensors(dict[str, Tensor]):
@@ -78,24 +55,7 @@ class _Unwrapped:
 
 
 class SavedTuner(BaseTuner):
-    """Checks what is saved and loaded; an adapter that cannot be loaded is taken out again."""
-
-    def _roll_back(self, model: nn.Module, adapter_name: str) -> None:
-        """Take an adapter out again."""
-        raise NotImplementedError
-
-    def _awaits_tensors(self) -> bool:
-        """Whether an adapter that is added now gets its tensors from a load, in await_tensors."""
-        return _take_out.get() is not None
-
-    def _undo_if_not_loaded(self, model: nn.Module, adapter_name: str) -> None:
-        """Have an adapter taken out again if the load that it awaits fails."""
-        if (take_out := _take_out.get()) is not None:
-            take_out.append(partial(self._forget, model, adapter_name))
-
-    def _forget(self, model: nn.Module, adapter_name: str) -> None:
-        self.peft_config.pop(adapter_name, None)
-        self._roll_back(model, adapter_name)
+    """Checks what is saved and loaded."""
 
     @classmethod
     def _get_adapter_state_dict(
@@ -138,27 +98,33 @@ class SavedTuner(BaseTuner):
         # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
         mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
-        try:
-            check_loadable(model, mapped)
-            state = model.state_dict()
-            own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
-            check_saved(
-                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
-            )
-            for layer in iter_sel_layers(model):
-                layer.check_base_is_finite(adapter_name)
-            check_base(iter_sel_layers(model), adapter_name, config, saved)
-        except SELError:
-            layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
-            if all(layer.is_untouched(adapter_name) for layer in layers):
-                model.peft_config.pop(adapter_name, None)
-                tuner = getattr(model, "base_model", None)
-                if isinstance(tuner, SavedTuner):
-                    tuner._roll_back(tuner.model, adapter_name)
-                else:
-                    remove_adapter(model, adapter_name)
-            raise
+        check_loadable(model, mapped)
+        state = model.state_dict()
+        own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
+        check_saved(
+            own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
+        )
+        for layer in iter_sel_layers(model):
+            layer.check_base_is_finite(adapter_name)
+        check_base(iter_sel_layers(model), adapter_name, config, saved)
+        if (load := current_load()) is not None:
+            load.loaded.append(adapter_name)
+            load.undo.callback(_restore_biases, _copy_base_biases(model, mapped))
         for layer in iter_sel_layers(model):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
         return drop_awaited(model, iter_sel_layers(model), own, shard_as(state, mapped))
+
+
+def _copy_base_biases(model: nn.Module, mapped: dict[str, Tensor]) -> list[tuple[nn.Module, nn.Parameter, Tensor]]:
+    """Return the biases of the base that a load writes to (bias="all"): module, parameter, and a copy of its values."""
+    names = [key.rpartition(".")[0] for key in mapped if key.endswith(f".{BIAS}") and f".{PREFIX}" not in key]
+    modules = [module for name, module in model.named_modules() if name in names]
+    return [(m, m._parameters[BIAS], m._parameters[BIAS].detach().clone()) for m in modules if BIAS in m._parameters]
+
+
+@torch.no_grad()
+def _restore_biases(copies: list[tuple[nn.Module, nn.Parameter, Tensor]]) -> None:
+    for module, bias, values in copies:
+        module._parameters[BIAS] = bias
+        bias.copy_(values)
