@@ -329,6 +329,21 @@ def test_the_recipe_counts_the_last_answer_or_every_one(
     assert read_counted(trainer) == sorted(answers)
 
 
+@DEFAULTS
+def test_the_recipe_ends_chats_with_an_answer_to_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_chat_model(tmp_path / "base")
+    thanks, greeting = {"role": "user", "content": "Thanks."}, {"role": "assistant", "content": "Hello."}
+    chats = [[*make_chat("One?", text[:15]), *make_chat("Two?", text[20:50]), thanks] for text in TEXTS]
+    unanswered = [[thanks], [greeting], [greeting, thanks], []]
+    trainer = run_recipe(monkeypatch, tmp_path, base, [*chats, *unanswered], max_steps=1, max_length=256)
+    assert read_counted(trainer) == sorted(chat[3]["content"] for chat in chats)
+    assert "chats.jsonl: left out 4 of 16 chats" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"chats\.jsonl holds no answer to a user"):
+        run_recipe(monkeypatch, tmp_path, base, unanswered)
+
+
 @pytest.mark.slow
 @DEFAULTS
 def test_the_recipe_on_the_real_checkpoint(
