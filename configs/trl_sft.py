@@ -2,9 +2,9 @@
 
 purpose   fine-tune a chat model on your own conversations (JSON lines with a list of {role, content} under "messages")
 command   python configs/trl_sft.py --model MODEL --chats chats.jsonl --output_dir runs/chat
-          and any option of trl.SFTConfig; each chat is cut behind its last answer, which the loss counts, and left out if
-          it answers no user; --assistant_only_loss True counts every answer, for chat templates that TRL knows (such as
-          Qwen's, not SmolLM2's)
+          and any option of trl.SFTConfig; each chat is cut behind its last answer, which the loss counts, or left out
+          if that answers no user; --assistant_only_loss True counts every answer, for chat templates that TRL knows
+          (such as Qwen's, not SmolLM2's)
 duration  20 steps of 128 tokens took SmolLM2-135M two minutes on a busy CPU core; no GPU has run it
 expected  in those, five epochs of four conversations (tests/test_trl.py), the loss fell from 3.5 to 1.1
 """
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
 from peft_sel import SELConfig, SELTrainerMixin, merge_checkpoint
+from peft_sel.errors import OutputExistsError
 
 
 @dataclass
@@ -63,6 +64,10 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
     parser = HfArgumentParser((Job, SFTConfig))
     parser.set_defaults(packing=True, learning_rate=2e-5, weight_decay=0.01, warmup_steps=0.03)
     job, args = parser.parse_args_into_dataclasses(arguments)
+    adapter, merged = Path(args.output_dir, "adapter"), Path(args.output_dir, "merged")
+    for folder in (adapter, merged):
+        if folder.exists():
+            raise OutputExistsError(folder)
     chats = load_chats(job.chats)
     if not args.assistant_only_loss:
         chats = chats.map(split_chat, remove_columns="messages")
@@ -74,9 +79,10 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
         peft_config=SELConfig(task_type="CAUSAL_LM"),
     )
     trainer.train()
-    adapter, merged = Path(args.output_dir, "adapter"), Path(args.output_dir, "merged")
     trainer.save_model(str(adapter))
-    merge_checkpoint(job.model, adapter, merged)
+    with args.main_process_first(local=False):
+        if trainer.is_world_process_zero():
+            merge_checkpoint(job.model, adapter, merged)
     return trainer
 
 

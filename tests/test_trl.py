@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_sel import SELConfig, SELTrainerMixin
-from peft_sel.errors import AdapterStateError, DroppedBaseError
+from peft_sel.errors import AdapterStateError, DroppedBaseError, OutputExistsError
 from peft_sel.layer import SELLayer
 
 trl = pytest.importorskip("trl", reason="needs the extra trl")
@@ -341,7 +341,16 @@ def test_the_recipe_ends_chats_with_an_answer_to_a_user(
     assert read_counted(trainer) == sorted(chat[3]["content"] for chat in chats)
     assert "chats.jsonl: left out 4 of 16 chats" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"chats\.jsonl holds no answer to a user"):
-        run_recipe(monkeypatch, tmp_path, base, unanswered)
+        run_recipe(monkeypatch, tmp_path, base, unanswered, output_dir=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_the_recipe_finds_a_taken_folder_before_it_loads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(OutputExistsError, match=f"out/{name} already exists"):
+        run_recipe(monkeypatch, tmp_path, tmp_path / "nowhere", [make_chat("One?", "One.")])
 
 
 @pytest.mark.slow
