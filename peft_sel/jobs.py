@@ -371,7 +371,8 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
     if not resume and output_dir.exists():
         raise OutputExistsError(output_dir)
     if resume is True and (not output_dir.is_dir() or get_last_checkpoint(str(output_dir)) is None):
-        raise CheckpointError(output_dir, "holds no checkpoint to resume from", "leave resume_from_checkpoint out")
+        way_out = f"{'remove the folder or name another, and ' * output_dir.exists()}leave resume_from_checkpoint out"
+        raise CheckpointError(output_dir, "holds no checkpoint to resume from", way_out)
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise CheckpointError(resume, "there is no such folder", "name a checkpoint-<step> folder of an earlier run")
     if merged_dir is not None and merged_dir.exists():

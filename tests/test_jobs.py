@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
-from peft_sel.jobs import hide_bars_outside_terminals, resolve_checkpoint, run_job
-from peft_sel.recipe import ModelSection, build_recipe, load_recipe
+from peft_sel.jobs import MARKS_FILE, hide_bars_outside_terminals, resolve_checkpoint, run_job
+from peft_sel.recipe import BASE_FOLDER, ModelSection, build_recipe, load_recipe
 
 JOB_WORKER = Path(__file__).parent / "job_worker.py"
 
@@ -285,6 +285,20 @@ def test_job_refuses_a_taken_folder(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
         run_job(load_recipe(write_recipe(folder), ["training.resume_from_checkpoint=nowhere"]))
     assert not list((folder / "out").iterdir())
+
+
+def test_advice_on_a_folder_without_a_checkpoint_leads_on(folder: Path) -> None:
+    file, resumes = write_recipe(folder, training={"max_steps": 1}), ["training.resume_from_checkpoint=true"]
+    with pytest.raises(CheckpointError, match=r"resume from; leave resume_from_checkpoint out$"):
+        run_job(load_recipe(file, resumes))
+    (folder / "out" / BASE_FOLDER).mkdir(parents=True)  # what a job that was killed early leaves
+    (folder / "out" / MARKS_FILE).touch()
+    with pytest.raises(
+        CheckpointError, match=r"resume from; remove the folder or name another, and leave resume_from_checkpoint out$"
+    ):
+        run_job(load_recipe(file, resumes))
+    shutil.rmtree(folder / "out")
+    assert run_job(load_recipe(file)) is not None
 
 
 @pytest.mark.parametrize(
