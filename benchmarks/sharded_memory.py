@@ -155,6 +155,8 @@ def main() -> None:
             # accelerate knows FSDP on accelerators only; all but this answer is its own code (see tests/fsdp_worker.py)
             accelerate.PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
         Path(out).write_text(json.dumps(work(Path(folder), base_weight, rank)))
+        if rank is not None:
+            torch.distributed.destroy_process_group()
         return
     packages = ("torch", "transformers", "accelerate", "peft", "peft-sel")
     result: dict[str, Any] = {

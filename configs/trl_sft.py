@@ -2,8 +2,9 @@
 
 purpose   fine-tune a chat model on your own conversations (JSON lines with a list of {role, content} under "messages")
 command   python configs/trl_sft.py --model MODEL --chats chats.jsonl --output_dir runs/chat
-          and any option of trl.SFTConfig; --assistant_only_loss True counts every answer and not only the last one of a
-          conversation, for chat templates that TRL knows (such as Qwen's, not SmolLM2's)
+          and any option of trl.SFTConfig; each chat is cut behind its last answer, which the loss counts, or left out
+          if that answers no user; --assistant_only_loss True counts every answer, for chat templates that TRL knows
+          (such as Qwen's, not SmolLM2's)
 duration  20 steps of 128 tokens took SmolLM2-135M two minutes on a busy CPU core; no GPU has run it
 expected  in those, five epochs of four conversations (tests/test_trl.py), the loss fell from 3.5 to 1.1
 """
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
 from peft_sel import SELConfig, SELTrainerMixin, merge_checkpoint
+from peft_sel.errors import OutputExistsError
 
 
 @dataclass
@@ -33,9 +35,28 @@ class SELSFTTrainer(SELTrainerMixin, SFTTrainer):
     """SFTTrainer with SEL's parameter groups, annealing, logs and checkpoints."""
 
 
+def find_answer(row: dict[str, Any]) -> int:
+    """Return where the last answer of a conversation is, or 0 if there is none that a user's turn comes before."""
+    roles = [message["role"] for message in row["messages"] or []]
+    last = max((place for place, role in enumerate(roles) if role == "assistant"), default=0)
+    return last if "user" in roles[:last] else 0
+
+
 def split_chat(row: dict[str, Any]) -> dict[str, Any]:
     """Part the last answer from what it answers, so that TRL counts it alone, whatever the chat template."""
-    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+    place = find_answer(row)
+    return {"prompt": row["messages"][:place], "completion": row["messages"][place : place + 1]}
+
+
+def load_chats(file: str) -> Dataset:
+    """Read conversations, without those that have no answer."""
+    chats = load_dataset("json", data_files=file, split="train")
+    answered = chats.filter(lambda row: find_answer(row) > 0)
+    if len(answered) < len(chats):
+        print(f"{file}: left out {len(chats) - len(answered)} of {len(chats)} chats, which hold no answer to a user")
+    if not answered:
+        raise SystemExit(f"{file} holds no answer to a user; give messages of the roles user and assistant")
+    return answered
 
 
 def main(arguments: list[str] | None = None) -> SELSFTTrainer:
@@ -43,7 +64,11 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
     parser = HfArgumentParser((Job, SFTConfig))
     parser.set_defaults(packing=True, learning_rate=2e-5, weight_decay=0.01, warmup_steps=0.03)
     job, args = parser.parse_args_into_dataclasses(arguments)
-    chats = load_dataset("json", data_files=job.chats, split="train")
+    adapter, merged = Path(args.output_dir, "adapter"), Path(args.output_dir, "merged")
+    for folder in (adapter, merged):
+        if folder.exists():
+            raise OutputExistsError(folder)
+    chats = load_chats(job.chats)
     if not args.assistant_only_loss:
         chats = chats.map(split_chat, remove_columns="messages")
     trainer = SELSFTTrainer(
@@ -54,9 +79,10 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
         peft_config=SELConfig(task_type="CAUSAL_LM"),
     )
     trainer.train()
-    adapter, merged = Path(args.output_dir, "adapter"), Path(args.output_dir, "merged")
     trainer.save_model(str(adapter))
-    merge_checkpoint(job.model, adapter, merged)
+    with args.main_process_first(local=False):
+        if trainer.is_world_process_zero():
+            merge_checkpoint(job.model, adapter, merged)
     return trainer
 
 

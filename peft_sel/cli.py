@@ -166,10 +166,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_train(args: argparse.Namespace) -> int:
     """Run `peft-sel train`."""
+    from torch import distributed
+
     from peft_sel.jobs import run_job
     from peft_sel.recipe import load_recipe
 
-    report = run_job(load_recipe(args.config, args.overrides))
+    has_group = distributed.is_available() and distributed.is_initialized()
+    try:
+        report = run_job(load_recipe(args.config, args.overrides))
+    finally:  # threads of a group that is still there can abort a process that ends
+        if not has_group and distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
     if report is not None:
         print(f"adapter: {report.adapter_dir}")
         if report.eval_loss is not None:

@@ -310,7 +310,9 @@ def hide_bars_outside_terminals() -> None:
 
 
 def run_job(recipe: Recipe) -> JobReport | None:
-    """Train as a recipe says; under `accelerate launch` every process calls this.
+    """Train as a recipe says; under `accelerate launch` every process calls this, and returns when all is written.
+
+    Their process group, which load_recipe starts, is left to the caller to destroy, as `peft-sel train` does.
 
     Args:
         recipe: The job. training.resume_from_checkpoint continues in its output_dir: a checkpoint folder, or true for
@@ -344,13 +346,12 @@ def run_job(recipe: Recipe) -> JobReport | None:
         trainer.train(resume_from_checkpoint=resume)
     eval_loss = trainer.evaluate()["eval_loss"] if held_out is not None else None
     trainer.save_model(str(adapter_dir))
-    if not trainer.is_world_process_zero():
-        return None
-    merge = None
-    if recipe.merge:
-        base = resolve_checkpoint(recipe.model.path, recipe.model.revision)
-        merge = merge_checkpoint(base, adapter_dir, merged_dir)
-    return JobReport(adapter_dir, eval_loss, merge)
+    merge, is_first = None, trainer.is_world_process_zero()
+    with recipe.training.main_process_first(local=False):  # a launcher kills the rest if one ends badly before
+        if recipe.merge and is_first:
+            base = resolve_checkpoint(recipe.model.path, recipe.model.revision)
+            merge = merge_checkpoint(base, adapter_dir, merged_dir)
+    return JobReport(adapter_dir, eval_loss, merge) if is_first else None
 
 
 def _check_processes(world_size: int) -> None:
@@ -370,7 +371,8 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
     if not resume and output_dir.exists():
         raise OutputExistsError(output_dir)
     if resume is True and (not output_dir.is_dir() or get_last_checkpoint(str(output_dir)) is None):
-        raise CheckpointError(output_dir, "holds no checkpoint to resume from", "leave resume_from_checkpoint out")
+        way_out = f"{'remove the folder or name another, and ' * output_dir.exists()}leave resume_from_checkpoint out"
+        raise CheckpointError(output_dir, "holds no checkpoint to resume from", way_out)
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise CheckpointError(resume, "there is no such folder", "name a checkpoint-<step> folder of an earlier run")
     if merged_dir is not None and merged_dir.exists():

@@ -30,11 +30,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from peft_sel import SELError, SELTrainer, create_sel_optimizer, create_sel_scheduler, save_adapter
-from peft_sel.jobs import run_job
+from peft_sel import SELError, SELTrainer, cli, create_sel_optimizer, create_sel_scheduler, save_adapter
 from peft_sel.layer import SELLayer
 from peft_sel.logs import collect_scale_means
-from peft_sel.recipe import load_recipe
 
 LR = 2e-3
 NUM_STEPS = 20
@@ -342,7 +340,8 @@ def run_until_killed(folder: Path) -> None:
 
 def run_recipe(folder: Path) -> None:
     """Run the recipe in a folder, as `peft-sel train` does."""
-    run_job(load_recipe(folder / "recipe.yaml"))
+    assert cli.main(["train", str(folder / "recipe.yaml")]) == 0
+    assert not torch.distributed.is_initialized()
 
 
 def run_cases(folder: Path) -> None:
@@ -360,4 +359,5 @@ def run_cases(folder: Path) -> None:
 if __name__ == "__main__":
     fake_accelerators()
     {"cases": run_cases, "killed": run_until_killed, "job": run_recipe}[sys.argv[1]](Path(sys.argv[2]))
-    torch.distributed.destroy_process_group()
+    if sys.argv[1] != "job":
+        torch.distributed.destroy_process_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from tiny import make_tokenizer
-from torch import nn
+from torch import distributed, nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from peft_sel.data import DataSection, load_blocks
@@ -43,3 +43,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    distributed.destroy_process_group()

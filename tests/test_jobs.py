@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
-from peft_sel.jobs import hide_bars_outside_terminals, resolve_checkpoint, run_job
-from peft_sel.recipe import ModelSection, build_recipe, load_recipe
+from peft_sel.jobs import MARKS_FILE, hide_bars_outside_terminals, resolve_checkpoint, run_job
+from peft_sel.recipe import BASE_FOLDER, ModelSection, build_recipe, load_recipe
+
+JOB_WORKER = Path(__file__).parent / "job_worker.py"
 
 
 @pytest.fixture(autouse=True)
@@ -284,6 +287,20 @@ def test_job_refuses_a_taken_folder(folder: Path) -> None:
     assert not list((folder / "out").iterdir())
 
 
+def test_advice_on_a_folder_without_a_checkpoint_leads_on(folder: Path) -> None:
+    file, resumes = write_recipe(folder, training={"max_steps": 1}), ["training.resume_from_checkpoint=true"]
+    with pytest.raises(CheckpointError, match=r"resume from; leave resume_from_checkpoint out$"):
+        run_job(load_recipe(file, resumes))
+    (folder / "out" / BASE_FOLDER).mkdir(parents=True)  # what a job that was killed early leaves
+    (folder / "out" / MARKS_FILE).touch()
+    with pytest.raises(
+        CheckpointError, match=r"resume from; remove the folder or name another, and leave resume_from_checkpoint out$"
+    ):
+        run_job(load_recipe(file, resumes))
+    shutil.rmtree(folder / "out")
+    assert run_job(load_recipe(file)) is not None
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -328,7 +345,9 @@ def test_accelerate_launch_on_two_processes(folder: Path) -> None:
     file = write_recipe(folder, training=training, merge=True)
     run_job(load_recipe(file, [f"output_dir={folder / 'one'}"]))
     halved = ["--set", "training.per_device_train_batch_size=1"]
-    done = launch("-m", "peft_sel.cli", "train", file, *halved)
+    done = launch(JOB_WORKER, folder, "never", "train", file, *halved)
+    ends = [json.loads((folder / f"end_{rank}.json").read_text()) for rank in (0, 1)]
+    assert ends == [{"others_left_in_merge": [], "has_group": False}] * 2
     lines = done.stdout.splitlines()
     starts = [f"step {step} of 4  loss" for step in (1, 2, 3, 4)] + ["adapter: ", "held-out loss: ", "merged: "]
     assert [sum(line.strip().startswith(start) for line in lines) for start in starts] == [1] * len(starts)
@@ -338,6 +357,16 @@ def test_accelerate_launch_on_two_processes(folder: Path) -> None:
     assert one.keys() == two.keys()
     for name, weight in one.items():
         assert (two[name] - weight).norm() <= 1e-4 * weight.norm(), name  # as in test_ddp.py
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fails", "rank"), [("merge", 0), ("load", 1)])
+def test_job_of_two_processes_ends_if_one_fails(fails: str, rank: int, folder: Path) -> None:
+    file = write_recipe(folder, merge=True)
+    failed = launch(JOB_WORKER, folder, fails, "train", file, succeeds=False, timeout_s=120)
+    assert failed.returncode == 1 and "peft-sel: no space" in failed.stderr
+    assert not json.loads((folder / f"end_{rank}.json").read_text())["has_group"]
+    assert "terminate called" not in failed.stderr
 
 
 def test_processes_that_would_each_train_alone_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import peft_sel
 from peft_sel import merge_checkpoint
+from peft_sel.errors import OutputExistsError
 from peft_sel.optim import anneal_multiplier
 
 SCRIPT = Path(__file__).parent.parent / "configs" / "accelerate" / "plain_loop.py"
@@ -96,6 +97,13 @@ def test_resumes_bit_for_bit_in_the_middle_of_either_epoch(
     base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
     changed = [name for name in base if not torch.equal(base[name], merged[name])]
     assert len(changed) == 14 and all("_proj.weight" in name for name in changed)
+
+
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_finds_a_taken_folder_before_it_loads(name: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(OutputExistsError, match=f"{name} already exists"):
+        run(folder, tmp_path, base=tmp_path / "nowhere")
 
 
 @pytest.mark.slow

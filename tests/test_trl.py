@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_sel import SELConfig, SELTrainerMixin
-from peft_sel.errors import AdapterStateError, DroppedBaseError
+from peft_sel.errors import AdapterStateError, DroppedBaseError, OutputExistsError
 from peft_sel.layer import SELLayer
 
 trl = pytest.importorskip("trl", reason="needs the extra trl")
@@ -327,6 +327,30 @@ def test_the_recipe_counts_the_last_answer_or_every_one(
     trainer = run_recipe(monkeypatch, tmp_path, base, chats, max_steps=1, max_length=256, assistant_only_loss=every)
     answers = [message["content"] for chat in chats for message in chat[1 if every else 3 :: 2]]
     assert read_counted(trainer) == sorted(answers)
+
+
+@DEFAULTS
+def test_the_recipe_ends_chats_with_an_answer_to_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_chat_model(tmp_path / "base")
+    thanks, greeting = {"role": "user", "content": "Thanks."}, {"role": "assistant", "content": "Hello."}
+    chats = [[*make_chat("One?", text[:15]), *make_chat("Two?", text[20:50]), thanks] for text in TEXTS]
+    unanswered = [[thanks], [greeting], [greeting, thanks], []]
+    trainer = run_recipe(monkeypatch, tmp_path, base, [*chats, *unanswered], max_steps=1, max_length=256)
+    assert read_counted(trainer) == sorted(chat[3]["content"] for chat in chats)
+    assert "chats.jsonl: left out 4 of 16 chats" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"chats\.jsonl holds no answer to a user"):
+        run_recipe(monkeypatch, tmp_path, base, unanswered, output_dir=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_the_recipe_finds_a_taken_folder_before_it_loads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(OutputExistsError, match=f"out/{name} already exists"):
+        run_recipe(monkeypatch, tmp_path, tmp_path / "nowhere", [make_chat("One?", "One.")])
 
 
 @pytest.mark.slow

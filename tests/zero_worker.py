@@ -71,6 +71,7 @@ def main(base: str, out: str, steps: int, resume: bool) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         Path(out, "losses.json").write_text(json.dumps([*losses, final]))
     trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from peft_sel import SELConfig, create_sel_optimizer, create_sel_scheduler, save_adapter
+from peft_sel.errors import OutputExistsError
 
 
 @dataclass
@@ -34,6 +35,9 @@ class Options:
 
 
 (args,) = HfArgumentParser(Options).parse_args_into_dataclasses()
+for folder in (Path(args.out, "adapter"), Path(args.out, "merged")):
+    if folder.exists():
+        raise OutputExistsError(folder)
 by_epoch = DataLoaderConfiguration(use_seedable_sampler=True)  # the order of the data follows from seed and epoch
 # The loop steps the scheduler itself, once per optimizer step: Accelerate would step it once for each process.
 accelerator = Accelerator(
