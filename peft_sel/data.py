@@ -15,9 +15,9 @@ from datasets import Dataset, Features, Sequence, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from peft_sel import packing
-from peft_sel.errors import ConfigError, list_names
+from peft_sel.errors import ConfigError, DataFileError, SELError, list_names
 from peft_sel.packing import Content, Packer
-from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source
+from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source, is_json_array
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # by the end of the file name; all others are text
 PYDOC_TOPICS = "pydoc_topics"
@@ -172,20 +172,46 @@ def load_documents(section: DataSection, content: Content) -> Dataset:
         A dataset with that column.
 
     Raises:
-        ConfigError: If that column is not there.
+        ConfigError: If that column is not there, or the dataset cannot be read.
+        DataFileError: If a file cannot be read.
     """
     if section.dataset == PYDOC_TOPICS:
         documents = Dataset.from_list(read_pydoc_topics())
-    elif section.dataset is not None:
-        documents = load_dataset(section.dataset, section.dataset_config, split=section.split)
     else:
-        files = section.find_files()
-        options: dict[str, Any] = {"sample_by": "document"} if _kind(files[0]) == "text" else {}
-        documents = load_dataset(_kind(files[0]), data_files=files, split="train", **options)
+        try:
+            documents = _load(section)
+        except Exception as error:  # files and datasets, and their reading, fail in many ways
+            raise _explain(section, content, error) from error
     content.require_in(documents.column_names, "the data")
     if section.max_documents is not None:
         documents = documents.select(range(min(section.max_documents, len(documents))))
     return documents
+
+
+def _load(section: DataSection) -> Dataset:
+    if section.dataset is not None:
+        return load_dataset(section.dataset, section.dataset_config, split=section.split)
+    files = section.find_files()
+    options: dict[str, Any] = {"sample_by": "document"} if _kind(files[0]) == "text" else {}
+    return load_dataset(_kind(files[0]), data_files=files, split="train", **options)
+
+
+def _explain(section: DataSection, content: Content, error: Exception) -> SELError:
+    """Return what to raise for a text that cannot be read; if a stream finds the file and line, raise what it says."""
+    reason: BaseException = error
+    while reason.__cause__ is not None:  # the datasets library wraps an error in others
+        reason = reason.__cause__
+    said = str(reason) or type(reason).__name__
+    if section.dataset is not None:
+        return ConfigError("dataset", section.dataset, f"cannot be read ({said})")
+    files = section.find_files()
+    kind = _kind(files[0])
+    if not isinstance(reason, OSError) or reason.errno is None:  # else the disk is full, say, and no file to blame
+        whole = [file for file in files if kind != "json" or not is_json_array(file)]
+        documents = sum(pieces[-1].ends for pieces, _ in FileSource(whole, kind, content).read(None))
+        if documents == 0 and len(whole) == len(files):
+            _require_blocks(section, 0, 0)
+    return DataFileError(list_names(files), f"cannot be read ({said})", "repair the text, or leave the file out")
 
 
 def open_source(section: DataSection, content: Content) -> Source:
@@ -261,15 +287,18 @@ def load_blocks(
     if section.streaming:
         return _stream_blocks(section, tokenizer, content)
     documents = load_documents(section, content)
-    blocks = documents.map(
-        pack_documents,
-        batched=True,
-        with_indices=True,
-        fn_kwargs={"packer": packer, "content": content},
-        remove_columns=documents.column_names,
-        features=BLOCKS,
-        desc="Tokenising",
-    )
+    try:
+        blocks = documents.map(
+            pack_documents,
+            batched=True,
+            with_indices=True,
+            fn_kwargs={"packer": packer, "content": content},
+            remove_columns=documents.column_names,
+            features=BLOCKS,
+            desc="Tokenising",
+        )
+    except UnicodeDecodeError as error:  # Arrow takes any bytes for text until they are needed
+        raise _explain(section, content, error) from error
     first = section.validation_blocks or 0
     end = len(blocks) - math.ceil(len(blocks) * section.share_held_out)
     _require_blocks(section, len(blocks), first + len(blocks) - end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from peft_sel.errors import DataFileError, SELError, WorkerError
 from peft_sel.packing import Content, Packer, Piece, cut_pieces
 
 MARK_EVERY = 1000  # blocks: a resumed run tokenises at most these again, and the documents that they share with others
+_LOOK = 4096  # bytes in which the first character of a JSON file is looked for
 _ROWS = 64  # of a parquet file, decoded at once
 Place = dict[str, Any]  # where a source continues; JSON can hold it
 
@@ -90,16 +92,16 @@ class FileSource:
 
     def _read_json_lines(self, path: str, skip: int) -> Iterator[tuple[int, list[Piece]]]:
         """Yield the documents of a file, but those in its first lines."""
+        if is_json_array(path):
+            way_out = "a stream takes JSON lines; set data.streaming to false if it fits into memory"
+            raise DataFileError(path, "is one JSON array", way_out)
         with open(path, "rb") as file:
-            if file.peek(1)[:1] == b"[":
-                way_out = "a stream takes JSON lines, one object per line"
-                raise DataFileError(path, "is one JSON array", way_out)
             checked = False
             for number, line in enumerate(file, 1):
                 if (checked and number <= skip) or not line.strip():
                     continue
                 where = f"{path}, line {number}"
-                row = _parse_line(line.removeprefix(b"\xef\xbb\xbf"), where)
+                row = _parse_line(line.removeprefix(BOM_UTF8), where)
                 if not checked:
                     self.content.require_in(row, where)
                     checked = True
@@ -108,10 +110,10 @@ class FileSource:
 
     def _read_parquet(self, path: str, skip: int) -> Iterator[tuple[int, list[Piece]]]:
         """Yield the documents of a file, but those in its first rows."""
+        number = 0
         try:
             with parquet.ParquetFile(path) as file:
                 self.content.require_in(file.schema_arrow.names, path)
-                number = 0
                 for group in range(file.num_row_groups):
                     size = file.metadata.row_group(group).num_rows
                     if number + size <= skip:
@@ -122,16 +124,35 @@ class FileSource:
                             number += 1
                             if number > skip:
                                 yield number, list(self.content.cut(value, f"{path}, row {number}"))
+        except UnicodeDecodeError as error:
+            problem = f"holds text that is not UTF-8 ({error})"
+            raise DataFileError(f"{path}, behind row {number}", problem, "write the file again") from error
         except Exception as error:  # narrower names are gone when the interpreter ends and closes a generator
             if not isinstance(error, pyarrow.ArrowException):
                 raise
             raise DataFileError(path, f"is not whole parquet ({error})", "write or fetch it again") from error
 
 
+def is_json_array(path: str) -> bool:
+    """Return whether a file begins as a JSON array does, behind a byte order mark and blanks if it has them.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Whether it does.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_LOOK).removeprefix(BOM_UTF8)
+        while start and not start.strip():
+            start = file.read(_LOOK)
+    return start.lstrip().startswith(b"[")
+
+
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    way_out = "repair or remove the line; a stream takes JSON lines, one object per line"
+    way_out = "repair or remove the line; JSON lines hold one object per line"
     try:
-        row = json.loads(line.strip())
+        row = json.loads(line.strip().decode())
     except json.JSONDecodeError as error:
         problem = f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
         raise DataFileError(where, problem, way_out) from error

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
-from datasets import IterableDataset
-from tiny import make_documents, make_tokenizer
+from datasets import Dataset, IterableDataset
+from pyarrow import parquet
+from tiny import make_documents, make_tokenizer, write_documents
 
 from peft_sel.data import DataSection, load_blocks
-from peft_sel.errors import DataFileError
+from peft_sel.errors import ConfigError, DataFileError, SELError
 from peft_sel.packing import Content
 from peft_sel.streams import BlockStream, DatasetSource
 
@@ -59,3 +61,76 @@ def test_half_a_character_is_named_in_a_dataset() -> None:
     source = DatasetSource(rows, "the set", Content("text_column", "text", make_tokenizer()))
     with pytest.raises(DataFileError, match=rf"the set, document 2: {HALF}"):
         list(source.read(None))
+
+
+# ---------------------------------------------------------------------------------------- streamed and beforehand
+
+BROKEN = {  # the contents of a second file, behind a whole one
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "cut', r"1\.jsonl, line 2: is not valid JSON \(Unterminated.*; repair"),
+    "half.jsonl": (rb'{"text": "abc \ud83d def"}', rf"1\.jsonl, line 1: {HALF}"),
+    "latin.jsonl": ('{"text": "é"}'.encode("latin-1"), r"1\.jsonl, line 1: is not valid JSON \('utf-8' codec"),
+    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), r"1\.jsonl, line 1: is not valid JSON \('utf-8' codec"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}", r"1\.jsonl, line 1: is not valid JSON"),
+    "latin.txt": (b"na\xefve", r"1\.txt: is not UTF-8 text \(invalid continuation byte\); convert it"),
+    "utf16.txt": ("abc".encode("utf-16"), r"1\.txt: is not UTF-8 text \(invalid start byte\); convert it"),
+    "bytes.parquet": (b"na\xefve", r"1\.parquet, behind row 0: holds text that is not UTF-8 \('utf-8' codec"),
+    "cut.parquet": (None, r"1\.parquet: is not whole parquet \(.*\); write or fetch it again"),
+    "zero.parquet": (b"", r"1\.parquet: is not whole parquet \(.*0 bytes.*\); write or fetch it again"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_has_one_sentence_streamed_and_mapped(name: str, tmp_path: Path) -> None:
+    content, message = BROKEN[name]
+    suffix = Path(name).suffix
+    write_documents(tmp_path / "0.jsonl")
+    (tmp_path / "0.txt").write_text("a " * 50)
+    Dataset.from_dict({"text": make_documents()}).to_parquet(tmp_path / "0.parquet")
+    whole = (tmp_path / "0.parquet").read_bytes()
+    (tmp_path / f"1{suffix}").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    if name == "bytes.parquet":
+        parquet.write_table(pyarrow.table({"text": pyarrow.array([content]).view("string")}), tmp_path / "1.parquet")
+    said = []
+    for streaming in (True, False):
+        with pytest.raises(DataFileError, match=message) as raised:
+            read_blocks(streaming, files=str(tmp_path / f"*{suffix}"))
+        said.append(str(raised.value))
+    assert said[0] == said[1] and said[0].startswith(f"{tmp_path}/1{suffix}")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_files_without_a_document_fill_no_block(streaming: bool, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"sequence_length=32: the text fills 0 such block\(s\)"):
+        read_blocks(streaming, files=str(tmp_path / "a.jsonl"))
+
+
+def test_what_only_the_map_refuses_names_the_files_and_the_reason(tmp_path: Path) -> None:
+    line = json.dumps({"text": "word " * 40})
+    (tmp_path / "a.jsonl").write_text(line.replace("}", ', "text": "again"}'))
+    (tmp_path / "b.json").write_text(f"[{line}, {line[:-9]}")
+    for name, reason in (("a.jsonl", "JSON parse error"), ("b.json", "")):
+        with pytest.raises(DataFileError, match=rf"^\S*{name}: cannot be read \({reason}.+\); repair the text"):
+            read_blocks(False, files=str(tmp_path / name))
+
+
+def test_a_dataset_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"dataset='.*set': cannot be read \(.*0 bytes"):
+        read_blocks(False, dataset=str(tmp_path / "set"))
+    with pytest.raises(ConfigError, match=r"dataset='.*nowhere': cannot be read \(.*nowhere"):
+        read_blocks(False, dataset=str(tmp_path / "nowhere"))
+
+
+def test_a_full_disk_is_not_blamed_on_a_file_that_is_read_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("while generating") from OSError(28, "No space left on device")
+
+    (tmp_path / "a.jsonl").write_text('{"text": "cut')
+    monkeypatch.setattr("peft_sel.data.load_dataset", fail)
+    with pytest.raises(SELError, match=r"a\.jsonl: cannot be read \(.*No space left on device\)"):
+        read_blocks(False, files=str(tmp_path / "a.jsonl"))
