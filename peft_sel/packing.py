@@ -29,7 +29,9 @@ class Piece(NamedTuple):
 def cut_pieces(read: Callable[[int], str]) -> Iterator[Piece]:
     """Cut a document into pieces of at most PIECE characters: after a line if there is one, else after a word.
 
-    A tokenizer that never joins a line end to the word behind it gives the same tokens for the pieces as for the whole.
+    A tokenizer that never joins a line end to the word behind it, and puts nothing in front of a text, gives the same
+    tokens for the pieces as for the whole. Metaspace with prepend_scheme "first" or "always" puts a "▁" in front: one
+    more for every piece that begins with a word. Cuts behind a word, or within one, may change others.
 
     Args:
         read: Returns the next characters of the document, at most as many as asked for, like the method of a text file.
