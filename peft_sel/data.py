@@ -19,7 +19,8 @@ from peft_sel.errors import ConfigError, DataFileError, SELError, list_names
 from peft_sel.packing import Content, Packer
 from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source, is_json_array
 
-LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # by the end of the file name; all others are text
+LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}  # by suffix; others are text
+PACKED, TABLES = (".gz", ".zst", ".bz2", ".xz", ".zip"), (".csv", ".tsv")  # suffixes of files that are refused
 PYDOC_TOPICS = "pydoc_topics"
 BLOCKS = Features({"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int32"))})
 
@@ -29,7 +30,8 @@ class DataSection:
     """Section `data` of a recipe: which text, and how it is cut.
 
     Attributes:
-        files: Paths or glob patterns of text, JSON-lines or parquet files; a text file is one document.
+        files: Paths or glob patterns of JSON-lines (.jsonl, .json, .ndjson), parquet (.parquet) or text files (all
+            others); a text file is one document. Packed files and tables (.gz, .csv and the like) are refused.
         dataset: Instead of files: an id for datasets.load_dataset, or "pydoc_topics" for the help pages of Python's
             standard library, which need no network.
         dataset_config: Name of a configuration of that dataset.
@@ -117,7 +119,7 @@ class DataSection:
             Paths of files that exist, all of one kind.
 
         Raises:
-            ConfigError: If a path or pattern has no file, or the files are of different kinds.
+            ConfigError: If a path or pattern has no file, or the files are packed, tables or of different kinds.
         """
         patterns = [self.files] if isinstance(self.files, str) else self.files or []
         found: list[str] = []
@@ -128,6 +130,12 @@ class DataSection:
             if not matches:
                 raise ConfigError("files", pattern, f"there is no such file (the current folder is {Path.cwd()})")
             found += matches
+        for file in found:
+            suffix = Path(file).suffix.lower()
+            if suffix in PACKED:
+                raise ConfigError("files", file, "is packed; unpack it, or store it as parquet, which is packed itself")
+            if suffix in TABLES:
+                raise ConfigError("files", file, "is a table; convert it to JSON lines or parquet")
         kinds = {_kind(path) for path in found}
         if len(kinds) != 1:
             raise ConfigError("files", self.files, f"holds files of different kinds ({list_names(sorted(kinds))})")

@@ -134,3 +134,25 @@ def test_a_full_disk_is_not_blamed_on_a_file_that_is_read_once_more(
     monkeypatch.setattr("peft_sel.data.load_dataset", fail)
     with pytest.raises(SELError, match=r"a\.jsonl: cannot be read \(.*No space left on device\)"):
         read_blocks(False, files=str(tmp_path / "a.jsonl"))
+
+
+# ----------------------------------------------------------------------------------------------------- kinds
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".txt.ZST", ".bz2", ".xz", ".zip", ".csv", ".tsv"])
+def test_files_of_a_kind_that_is_not_text_are_refused_by_name(suffix: str, streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / f"a{suffix}").write_text("a " * 50)
+    reason = (
+        "is a table; convert it to JSON lines or parquet" if suffix[1:] in ("csv", "tsv") else "is packed; unpack it"
+    )
+    with pytest.raises(ConfigError, match=rf"^files='\S*a{suffix}': {reason}"):
+        DataSection(files=str(tmp_path / "a*"), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_ndjson_is_json_lines(streaming: bool, tmp_path: Path) -> None:
+    text = "word " * 40
+    write_documents(tmp_path / "a.ndjson", [text])
+    (first, *_) = read_blocks(streaming, files=str(tmp_path / "a.ndjson"))
+    assert _decode(first) == text[:LENGTH].encode()
