@@ -66,14 +66,16 @@ class FileSource:
             ConfigError: If it has no such column.
         """
         first, skip, documents = (place["file"], place["item"], place["documents"]) if place else (0, 0, 0)
+        if documents == self.max_documents:
+            return
         read = {"text": self._read_text, "json": self._read_json_lines, "parquet": self._read_parquet}[self.kind]
         for index in range(first, len(self.files)):
             try:
                 for item, pieces in read(self.files[index], skip):
-                    if documents == self.max_documents:
-                        return
                     documents += int(pieces[-1].ends)
                     yield pieces, {"file": index, "item": item, "documents": documents}
+                    if documents == self.max_documents:
+                        return
             except OSError as error:
                 path, problem = self.files[index], f"cannot be read ({error})"
                 raise DataFileError(path, problem, "see that it is there, whole and readable") from error
@@ -196,15 +198,17 @@ class DatasetSource:
             rows.load_state_dict(place["rows"])
         if get_worker_info() is not None:
             fsspec.asyn.reset_lock()  # a forked process would wait for the event loop of its parent
+        if documents == self.max_documents:
+            return
         try:
             for row in rows.iter(batch_size=1):  # in a worker, plain iteration would leave files to the other workers
-                if documents == self.max_documents:
-                    return
                 if documents == 0:
                     self.content.require_in(row, self.name)
                 documents += 1
                 pieces = list(self.content.cut(row[self.content.column][0], f"{self.name}, document {documents}"))
                 yield pieces, {"rows": rows.state_dict(), "documents": documents}
+                if documents == self.max_documents:
+                    return
         except Exception as error:  # a dataset's files and their reading fail in many ways
             if isinstance(error, SELError):
                 raise

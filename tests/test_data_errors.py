@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tiny import make_documents, make_tokenizer, write_documents
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import ConfigError, DataFileError, SELError
 from peft_sel.packing import Content
-from peft_sel.streams import BlockStream, DatasetSource
+from peft_sel.streams import BlockStream, DatasetSource, FileSource
 
 LENGTH = 32
 HALF = r"text holds half a character \('\\ud83d', a surrogate without its other half\); repair the text"
@@ -156,3 +157,28 @@ def test_ndjson_is_json_lines(streaming: bool, tmp_path: Path) -> None:
     write_documents(tmp_path / "a.ndjson", [text])
     (first, *_) = read_blocks(streaming, files=str(tmp_path / "a.ndjson"))
     assert _decode(first) == text[:LENGTH].encode()
+
+
+# --------------------------------------------------------------------------------------------------- max_documents
+
+
+def test_no_document_is_read_behind_the_last_one_wanted(tmp_path: Path) -> None:
+    texts = make_documents(2)
+    write_documents(tmp_path / "a.jsonl", texts)
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write("{broken\n")
+    (tmp_path / "b.jsonl").write_text("[broken")
+    content = Content("text_column", "text", make_tokenizer())
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+
+    def make_rows() -> Iterator[dict[str, str]]:
+        yield from ({"text": text} for text in texts)
+        raise OSError("the connection is lost")
+
+    rows = IterableDataset.from_generator(make_rows)
+    sources = FileSource(files, "json", content, 2), DatasetSource(rows, "the set", content, 2)
+    for source in sources:
+        read = list(source.read(None))
+        assert ["".join(piece.text for piece in pieces) for pieces, _ in read] == texts
+        assert list(source.read(read[-1][1])) == []
+        assert len(list(source.read(read[0][1]))) == 1
