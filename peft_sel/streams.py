@@ -24,6 +24,7 @@ from peft_sel.errors import DataFileError, SELError, WorkerError
 from peft_sel.packing import Content, Packer, Piece, cut_pieces
 
 MARK_EVERY = 1000  # blocks: a resumed run tokenises at most these again, and the documents that they share with others
+_SEARCHED = 10 * 2**20  # bytes of JSON lines in which one must have the column; so it is for a mapped text
 _LOOK = 4096  # bytes in which the first character of a JSON file is looked for
 _ROWS = 64  # of a parquet file, decoded at once
 Place = dict[str, Any]  # where a source continues; JSON can hold it
@@ -98,17 +99,20 @@ class FileSource:
             way_out = "a stream takes JSON lines; set data.streaming to false if it fits into memory"
             raise DataFileError(path, "is one JSON array", way_out)
         with open(path, "rb") as file:
-            checked = False
+            absent: dict[str, None] | None = {}  # columns of the rows so far, until one has ours
             for number, line in enumerate(file, 1):
-                if (checked and number <= skip) or not line.strip():
+                if (absent is None and number <= skip) or not line.strip():
                     continue
                 where = f"{path}, line {number}"
                 row = _parse_line(line.removeprefix(BOM_UTF8), where)
-                if not checked:
-                    self.content.require_in(row, where)
-                    checked = True
+                if absent is not None:
+                    absent = None if self.content.column in row else absent | dict.fromkeys(row)
                 if number > skip:
                     yield number, list(self.content.cut(row.get(self.content.column), where))
+                if absent is not None and file.tell() > _SEARCHED:
+                    break
+            if absent:
+                self.content.require_in(absent, f"{path}, up to line {number},")
 
     def _read_parquet(self, path: str, skip: int) -> Iterator[tuple[int, list[Piece]]]:
         """Yield the documents of a file, but those in its first rows."""

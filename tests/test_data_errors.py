@@ -159,6 +159,48 @@ def test_ndjson_is_json_lines(streaming: bool, tmp_path: Path) -> None:
     assert _decode(first) == text[:LENGTH].encode()
 
 
+@pytest.mark.parametrize("front", [b"", b"\xef\xbb\xbf", b"\n \n", b"\xef\xbb\xbf\n", b"\n" * 5000])
+def test_a_json_array_is_not_streamed_and_the_way_out_works(front: bytes, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in make_documents(3)]
+    (tmp_path / "a.json").write_bytes(front + json.dumps(rows, indent=1).encode())
+    with pytest.raises(DataFileError, match=r"a\.json: is one JSON array; .*set data\.streaming to false"):
+        read_blocks(True, files=str(tmp_path / "a.json"))
+    if not front.strip():  # not every version of the datasets library reads an array behind a byte order mark
+        write_documents(tmp_path / "b.jsonl", make_documents(3))
+        assert read_blocks(False, files=str(tmp_path / "a.json")) == read_blocks(True, files=str(tmp_path / "b.jsonl"))
+
+
+# -------------------------------------------------------------------------------------------------- absent columns
+
+
+def test_rows_without_the_column_are_empty_documents_streamed_and_mapped(tmp_path: Path) -> None:
+    rows = [{"id": 1}, *({"text": text} for text in make_documents(3)), {"id": 2}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file, options = str(tmp_path / "a.jsonl"), {"max_documents": 3}
+    write_documents(tmp_path / "b.jsonl", make_documents(3))
+    whole = read_blocks(True, files=str(tmp_path / "b.jsonl"))
+    assert read_blocks(True, files=file) == read_blocks(False, files=file) == whole
+    few = read_blocks(True, files=file, **options)
+    assert few == read_blocks(False, files=file, **options) == whole[: len(few)] and len(few) < len(whole)
+    source = FileSource([file], "json", Content("text_column", "text", make_tokenizer()))
+    places = [place for _, place in source.read(None)]
+    assert [len(list(source.read(place))) for place in places] == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_column_that_no_row_has_is_refused(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"body": "a"}\n')
+    with pytest.raises(ConfigError, match=r"text_column='text': there is no such column; .* has .*body"):
+        read_blocks(streaming, files=str(tmp_path / "a.jsonl"))
+
+
+def test_a_column_is_not_looked_for_in_a_whole_large_file(tmp_path: Path) -> None:
+    line = json.dumps({"body": "a" * 2**16})
+    (tmp_path / "a.jsonl").write_text("\n".join([line] * 161) + "\n{broken")  # 10 MiB
+    with pytest.raises(ConfigError, match=r"a\.jsonl, up to line 160, has body"):
+        read_blocks(True, files=str(tmp_path / "a.jsonl"))
+
+
 # --------------------------------------------------------------------------------------------------- max_documents
 
 
