@@ -293,7 +293,7 @@ def load_blocks(
     content = Content(option, getattr(section, option), tokenizer)
     packer = Packer(tokenizer, section.sequence_length)
     if section.streaming:
-        return _stream_blocks(section, tokenizer, content)
+        return _stream_blocks(section, packer, content)
     documents = load_documents(section, content)
     try:
         blocks = documents.map(
@@ -314,23 +314,34 @@ def load_blocks(
     return blocks.select(range(first, end)), blocks.select(held_out) if held_out else None
 
 
-def _stream_blocks(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, content: Content
-) -> tuple[BlockStream, Dataset | None]:
+def _stream_blocks(section: DataSection, packer: Packer, content: Content) -> tuple[BlockStream, Dataset | None]:
     """Return the stream of training blocks, which begins behind the held-out ones, and these."""
     number = section.validation_blocks or 0
     source = open_source(section, content)
-    sizes = [(file, Path(file).stat().st_size) for file in source.files] if isinstance(source, FileSource) else []
-    template = getattr(tokenizer, "chat_template", None)
-    parts = (section, sizes, type(tokenizer).__name__, len(tokenizer), template, packing.PIECE)
-    identity = hashlib.sha256(repr(parts).encode()).hexdigest()
     stream = BlockStream(
-        source, tokenizer, section.sequence_length, identity, number, section.shuffle_blocks, section.shuffle_seed
+        source,
+        packer.tokenizer,
+        section.sequence_length,
+        _identify(section, source, packer),
+        number,
+        section.shuffle_blocks,
+        section.shuffle_seed,
     )
     blocks = list(islice(stream.read_pass(), number + 1))
     _require_blocks(section, len(blocks), number)
     columns = {"input_ids": blocks[:number], "labels": blocks[:number]}
     return stream, Dataset.from_dict(columns, features=BLOCKS) if number else None
+
+
+def _identify(section: DataSection, source: Source, packer: Packer) -> str:
+    """Hash what the blocks of a stream depend on, as far as it can be seen without reading the text."""
+    tokenizer = packer.tokenizer
+    states = [(file, Path(file).stat()) for file in source.files] if isinstance(source, FileSource) else []
+    files = [(file, state.st_size, state.st_mtime_ns) for file, state in states]
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    rules = (type(tokenizer).__name__, backend, packer.prefix, packer.ending)
+    parts = (section, files, rules, getattr(tokenizer, "chat_template", None), packing.PIECE)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _require_blocks(section: DataSection, found: int, held_out: int) -> None:

@@ -254,7 +254,9 @@ class BlockStream(torch.utils.data.IterableDataset):
         source: The documents.
         tokenizer: Of the model.
         sequence_length: Tokens per block.
-        identity: Of all that the blocks depend on; a mark with another one is no use.
+        identity: Of what the blocks depend on: the section of the recipe, size and time of change of its files, the
+            tokenizer and its chat template; a mark with another one is no use. It cannot see that a dataset of the hub
+            has changed, or that a template writes the date (strftime_now).
         held_out: Number of blocks at the start of each pass that are left out.
         shuffle: Blocks that are read ahead and put into a random order; 0 for the order of the text.
         seed: Of that order, which differs from one lot of so many blocks to the next, and between passes.
