@@ -15,11 +15,12 @@ from datasets import Dataset, Features, Sequence, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from peft_sel import packing
-from peft_sel.errors import ConfigError, list_names
+from peft_sel.errors import ConfigError, DataFileError, SELError, list_names
 from peft_sel.packing import Content, Packer
-from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source
+from peft_sel.streams import BlockStream, DatasetSource, FileSource, Source, is_json_array
 
-LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # by the end of the file name; all others are text
+LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}  # by suffix; others are text
+PACKED, TABLES = (".gz", ".zst", ".bz2", ".xz", ".zip"), (".csv", ".tsv")  # suffixes of files that are refused
 PYDOC_TOPICS = "pydoc_topics"
 BLOCKS = Features({"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int32"))})
 
@@ -29,7 +30,8 @@ class DataSection:
     """Section `data` of a recipe: which text, and how it is cut.
 
     Attributes:
-        files: Paths or glob patterns of text, JSON-lines or parquet files; a text file is one document.
+        files: Paths or glob patterns of JSON-lines (.jsonl, .json, .ndjson), parquet (.parquet) or text files (all
+            others); a text file is one document. Packed files and tables (.gz, .csv and the like) are refused.
         dataset: Instead of files: an id for datasets.load_dataset, or "pydoc_topics" for the help pages of Python's
             standard library, which need no network.
         dataset_config: Name of a configuration of that dataset.
@@ -117,7 +119,7 @@ class DataSection:
             Paths of files that exist, all of one kind.
 
         Raises:
-            ConfigError: If a path or pattern has no file, or the files are of different kinds.
+            ConfigError: If a path or pattern has no file, or the files are packed, tables or of different kinds.
         """
         patterns = [self.files] if isinstance(self.files, str) else self.files or []
         found: list[str] = []
@@ -128,6 +130,12 @@ class DataSection:
             if not matches:
                 raise ConfigError("files", pattern, f"there is no such file (the current folder is {Path.cwd()})")
             found += matches
+        for file in found:
+            suffix = Path(file).suffix.lower()
+            if suffix in PACKED:
+                raise ConfigError("files", file, "is packed; unpack it, or store it as parquet, which is packed itself")
+            if suffix in TABLES:
+                raise ConfigError("files", file, "is a table; convert it to JSON lines or parquet")
         kinds = {_kind(path) for path in found}
         if len(kinds) != 1:
             raise ConfigError("files", self.files, f"holds files of different kinds ({list_names(sorted(kinds))})")
@@ -172,20 +180,46 @@ def load_documents(section: DataSection, content: Content) -> Dataset:
         A dataset with that column.
 
     Raises:
-        ConfigError: If that column is not there.
+        ConfigError: If that column is not there, or the dataset cannot be read.
+        DataFileError: If a file cannot be read.
     """
     if section.dataset == PYDOC_TOPICS:
         documents = Dataset.from_list(read_pydoc_topics())
-    elif section.dataset is not None:
-        documents = load_dataset(section.dataset, section.dataset_config, split=section.split)
     else:
-        files = section.find_files()
-        options: dict[str, Any] = {"sample_by": "document"} if _kind(files[0]) == "text" else {}
-        documents = load_dataset(_kind(files[0]), data_files=files, split="train", **options)
+        try:
+            documents = _load(section)
+        except Exception as error:  # files and datasets, and their reading, fail in many ways
+            raise _explain(section, content, error) from error
     content.require_in(documents.column_names, "the data")
     if section.max_documents is not None:
         documents = documents.select(range(min(section.max_documents, len(documents))))
     return documents
+
+
+def _load(section: DataSection) -> Dataset:
+    if section.dataset is not None:
+        return load_dataset(section.dataset, section.dataset_config, split=section.split)
+    files = section.find_files()
+    options: dict[str, Any] = {"sample_by": "document"} if _kind(files[0]) == "text" else {}
+    return load_dataset(_kind(files[0]), data_files=files, split="train", **options)
+
+
+def _explain(section: DataSection, content: Content, error: Exception) -> SELError:
+    """Return what to raise for a text that cannot be read; if a stream finds the file and line, raise what it says."""
+    reason: BaseException = error
+    while reason.__cause__ is not None:  # the datasets library wraps an error in others
+        reason = reason.__cause__
+    said = str(reason) or type(reason).__name__
+    if section.dataset is not None:
+        return ConfigError("dataset", section.dataset, f"cannot be read ({said})")
+    files = section.find_files()
+    kind = _kind(files[0])
+    if not isinstance(reason, OSError) or reason.errno is None:  # else the disk is full, say, and no file to blame
+        whole = [file for file in files if kind != "json" or not is_json_array(file)]
+        documents = sum(pieces[-1].ends for pieces, _ in FileSource(whole, kind, content).read(None))
+        if documents == 0 and len(whole) == len(files):
+            _require_blocks(section, 0, 0)
+    return DataFileError(list_names(files), f"cannot be read ({said})", "repair the text, or leave the file out")
 
 
 def open_source(section: DataSection, content: Content) -> Source:
@@ -259,17 +293,20 @@ def load_blocks(
     content = Content(option, getattr(section, option), tokenizer)
     packer = Packer(tokenizer, section.sequence_length)
     if section.streaming:
-        return _stream_blocks(section, tokenizer, content)
+        return _stream_blocks(section, packer, content)
     documents = load_documents(section, content)
-    blocks = documents.map(
-        pack_documents,
-        batched=True,
-        with_indices=True,
-        fn_kwargs={"packer": packer, "content": content},
-        remove_columns=documents.column_names,
-        features=BLOCKS,
-        desc="Tokenising",
-    )
+    try:
+        blocks = documents.map(
+            pack_documents,
+            batched=True,
+            with_indices=True,
+            fn_kwargs={"packer": packer, "content": content},
+            remove_columns=documents.column_names,
+            features=BLOCKS,
+            desc="Tokenising",
+        )
+    except UnicodeDecodeError as error:  # Arrow takes any bytes for text until they are needed
+        raise _explain(section, content, error) from error
     first = section.validation_blocks or 0
     end = len(blocks) - math.ceil(len(blocks) * section.share_held_out)
     _require_blocks(section, len(blocks), first + len(blocks) - end)
@@ -277,23 +314,34 @@ def load_blocks(
     return blocks.select(range(first, end)), blocks.select(held_out) if held_out else None
 
 
-def _stream_blocks(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, content: Content
-) -> tuple[BlockStream, Dataset | None]:
+def _stream_blocks(section: DataSection, packer: Packer, content: Content) -> tuple[BlockStream, Dataset | None]:
     """Return the stream of training blocks, which begins behind the held-out ones, and these."""
     number = section.validation_blocks or 0
     source = open_source(section, content)
-    sizes = [(file, Path(file).stat().st_size) for file in source.files] if isinstance(source, FileSource) else []
-    template = getattr(tokenizer, "chat_template", None)
-    parts = (section, sizes, type(tokenizer).__name__, len(tokenizer), template, packing.PIECE)
-    identity = hashlib.sha256(repr(parts).encode()).hexdigest()
     stream = BlockStream(
-        source, tokenizer, section.sequence_length, identity, number, section.shuffle_blocks, section.shuffle_seed
+        source,
+        packer.tokenizer,
+        section.sequence_length,
+        _identify(section, source, packer),
+        number,
+        section.shuffle_blocks,
+        section.shuffle_seed,
     )
     blocks = list(islice(stream.read_pass(), number + 1))
     _require_blocks(section, len(blocks), number)
     columns = {"input_ids": blocks[:number], "labels": blocks[:number]}
     return stream, Dataset.from_dict(columns, features=BLOCKS) if number else None
+
+
+def _identify(section: DataSection, source: Source, packer: Packer) -> str:
+    """Hash what the blocks of a stream depend on, as far as it can be seen without reading the text."""
+    tokenizer = packer.tokenizer
+    states = [(file, Path(file).stat()) for file in source.files] if isinstance(source, FileSource) else []
+    files = [(file, state.st_size, state.st_mtime_ns) for file, state in states]
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    rules = (type(tokenizer).__name__, backend, packer.prefix, packer.ending)
+    parts = (section, files, rules, getattr(tokenizer, "chat_template", None), packing.PIECE)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _require_blocks(section: DataSection, found: int, held_out: int) -> None:

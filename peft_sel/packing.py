@@ -29,7 +29,9 @@ class Piece(NamedTuple):
 def cut_pieces(read: Callable[[int], str]) -> Iterator[Piece]:
     """Cut a document into pieces of at most PIECE characters: after a line if there is one, else after a word.
 
-    A tokenizer that never joins a line end to the word behind it gives the same tokens for the pieces as for the whole.
+    A tokenizer that never joins a line end to the word behind it, and puts nothing in front of a text, gives the same
+    tokens for the pieces as for the whole. Metaspace with prepend_scheme "first" or "always" puts a "▁" in front: one
+    more for every piece that begins with a word. Cuts behind a word, or within one, may change others.
 
     Args:
         read: Returns the next characters of the document, at most as many as asked for, like the method of a text file.
@@ -86,15 +88,21 @@ class Content:
             The pieces.
 
         Raises:
-            DataFileError: If it is neither text nor a list of messages.
+            DataFileError: If it is neither text nor a list of messages, or holds half a character.
             ConfigError: If there is no chat template, or it refuses the conversation.
         """
         kind, wanted = (str, "text") if self.option == "text_column" else (list, "a list of messages")
         if not isinstance(value, kind | None):
             problem = f"{self.column} is of type {type(value).__name__}, not {wanted}"
             raise DataFileError(where, problem, f"repair it, or name another column in data.{self.option}")
-        text = self._render(value, where) if isinstance(value, list) else value
-        yield from cut_pieces(io.StringIO(text or "").read)
+        text = (self._render(value, where) if isinstance(value, list) else value) or ""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            problem = f"{self.column} holds half a character ({half!r}, a surrogate without its other half)"
+            raise DataFileError(where, problem, "repair the text, or leave it out") from error
+        yield from cut_pieces(io.StringIO(text).read)
 
     def _render(self, messages: list[Any], where: str) -> str:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from peft_sel.errors import DataFileError, SELError, WorkerError
 from peft_sel.packing import Content, Packer, Piece, cut_pieces
 
 MARK_EVERY = 1000  # blocks: a resumed run tokenises at most these again, and the documents that they share with others
+_SEARCHED = 10 * 2**20  # bytes of JSON lines in which one must have the column; so it is for a mapped text
+_LOOK = 4096  # bytes in which the first character of a JSON file is looked for
 _ROWS = 64  # of a parquet file, decoded at once
 Place = dict[str, Any]  # where a source continues; JSON can hold it
 
@@ -64,14 +67,16 @@ class FileSource:
             ConfigError: If it has no such column.
         """
         first, skip, documents = (place["file"], place["item"], place["documents"]) if place else (0, 0, 0)
+        if documents == self.max_documents:
+            return
         read = {"text": self._read_text, "json": self._read_json_lines, "parquet": self._read_parquet}[self.kind]
         for index in range(first, len(self.files)):
             try:
                 for item, pieces in read(self.files[index], skip):
-                    if documents == self.max_documents:
-                        return
                     documents += int(pieces[-1].ends)
                     yield pieces, {"file": index, "item": item, "documents": documents}
+                    if documents == self.max_documents:
+                        return
             except OSError as error:
                 path, problem = self.files[index], f"cannot be read ({error})"
                 raise DataFileError(path, problem, "see that it is there, whole and readable") from error
@@ -90,28 +95,31 @@ class FileSource:
 
     def _read_json_lines(self, path: str, skip: int) -> Iterator[tuple[int, list[Piece]]]:
         """Yield the documents of a file, but those in its first lines."""
+        if is_json_array(path):
+            way_out = "a stream takes JSON lines; set data.streaming to false if it fits into memory"
+            raise DataFileError(path, "is one JSON array", way_out)
         with open(path, "rb") as file:
-            if file.peek(1)[:1] == b"[":
-                way_out = "a stream takes JSON lines, one object per line"
-                raise DataFileError(path, "is one JSON array", way_out)
-            checked = False
+            absent: dict[str, None] | None = {}  # columns of the rows so far, until one has ours
             for number, line in enumerate(file, 1):
-                if (checked and number <= skip) or not line.strip():
+                if (absent is None and number <= skip) or not line.strip():
                     continue
                 where = f"{path}, line {number}"
-                row = _parse_line(line.removeprefix(b"\xef\xbb\xbf"), where)
-                if not checked:
-                    self.content.require_in(row, where)
-                    checked = True
+                row = _parse_line(line.removeprefix(BOM_UTF8), where)
+                if absent is not None:
+                    absent = None if self.content.column in row else absent | dict.fromkeys(row)
                 if number > skip:
                     yield number, list(self.content.cut(row.get(self.content.column), where))
+                if absent is not None and file.tell() > _SEARCHED:
+                    break
+            if absent:
+                self.content.require_in(absent, f"{path}, up to line {number},")
 
     def _read_parquet(self, path: str, skip: int) -> Iterator[tuple[int, list[Piece]]]:
         """Yield the documents of a file, but those in its first rows."""
+        number = 0
         try:
             with parquet.ParquetFile(path) as file:
                 self.content.require_in(file.schema_arrow.names, path)
-                number = 0
                 for group in range(file.num_row_groups):
                     size = file.metadata.row_group(group).num_rows
                     if number + size <= skip:
@@ -122,16 +130,35 @@ class FileSource:
                             number += 1
                             if number > skip:
                                 yield number, list(self.content.cut(value, f"{path}, row {number}"))
+        except UnicodeDecodeError as error:
+            problem = f"holds text that is not UTF-8 ({error})"
+            raise DataFileError(f"{path}, behind row {number}", problem, "write the file again") from error
         except Exception as error:  # narrower names are gone when the interpreter ends and closes a generator
             if not isinstance(error, pyarrow.ArrowException):
                 raise
             raise DataFileError(path, f"is not whole parquet ({error})", "write or fetch it again") from error
 
 
+def is_json_array(path: str) -> bool:
+    """Return whether a file begins as a JSON array does, behind a byte order mark and blanks if it has them.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Whether it does.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_LOOK).removeprefix(BOM_UTF8)
+        while start and not start.strip():
+            start = file.read(_LOOK)
+    return start.lstrip().startswith(b"[")
+
+
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    way_out = "repair or remove the line; a stream takes JSON lines, one object per line"
+    way_out = "repair or remove the line; JSON lines hold one object per line"
     try:
-        row = json.loads(line.strip())
+        row = json.loads(line.strip().decode())
     except json.JSONDecodeError as error:
         problem = f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
         raise DataFileError(where, problem, way_out) from error
@@ -175,15 +202,17 @@ class DatasetSource:
             rows.load_state_dict(place["rows"])
         if get_worker_info() is not None:
             fsspec.asyn.reset_lock()  # a forked process would wait for the event loop of its parent
+        if documents == self.max_documents:
+            return
         try:
             for row in rows.iter(batch_size=1):  # in a worker, plain iteration would leave files to the other workers
-                if documents == self.max_documents:
-                    return
                 if documents == 0:
                     self.content.require_in(row, self.name)
                 documents += 1
                 pieces = list(self.content.cut(row[self.content.column][0], f"{self.name}, document {documents}"))
                 yield pieces, {"rows": rows.state_dict(), "documents": documents}
+                if documents == self.max_documents:
+                    return
         except Exception as error:  # a dataset's files and their reading fail in many ways
             if isinstance(error, SELError):
                 raise
@@ -225,7 +254,9 @@ class BlockStream(torch.utils.data.IterableDataset):
         source: The documents.
         tokenizer: Of the model.
         sequence_length: Tokens per block.
-        identity: Of all that the blocks depend on; a mark with another one is no use.
+        identity: Of what the blocks depend on: the section of the recipe, size and time of change of its files, the
+            tokenizer and its chat template; a mark with another one is no use. It cannot see that a dataset of the hub
+            has changed, or that a template writes the date (strftime_now).
         held_out: Number of blocks at the start of each pass that are left out.
         shuffle: Blocks that are read ahead and put into a random order; 0 for the order of the text.
         seed: Of that order, which differs from one lot of so many blocks to the next, and between passes.

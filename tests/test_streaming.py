@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tracemalloc
@@ -18,9 +19,10 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny import EOS, make_documents, make_tokenizer, save_checkpoint, write_documents, write_recipe
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
-from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peft_sel import packing, streams
 from peft_sel.data import DataSection, load_blocks
@@ -253,6 +255,7 @@ def test_a_stream_can_be_entered_anywhere(shuffle: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("close_marks")
 def test_marks_of_another_text_or_half_a_line_are_not_used(tmp_path: Path) -> None:
     file, marks = write_documents(tmp_path / "a.jsonl"), tmp_path / MARKS_FILE
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
     stream, _ = open_stream(files=str(file))
     stream.keep_marks(marks, writes=True)
     take(stream, 60)
@@ -264,10 +267,36 @@ def test_marks_of_another_text_or_half_a_line_are_not_used(tmp_path: Path) -> No
     changed.discard(50)
     assert take(changed, 60) == expected_blocks([*make_documents(), "more"])[:60]
     write_documents(file)
+    os.utime(file, ns=times)
     again, _ = open_stream(files=str(file))
     again.keep_marks(marks, writes=False)
     again.discard(60)
     assert sum(block == [-1] * LENGTH for block in take(again, 70)) == json.loads(lines[2])["block"]
+
+
+def other_vocabulary() -> PreTrainedTokenizerBase:
+    """Make a tokenizer of the same class and length, in which two tokens have each other's numbers."""
+    saved = json.loads(make_tokenizer().backend_tokenizer.to_str())
+    words = saved["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved)), eos_token=EOS)
+
+
+def other_end() -> PreTrainedTokenizerBase:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "!"
+    return tokenizer
+
+
+def test_identity_sees_an_edit_that_keeps_the_size_and_another_tokenizer(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "a.jsonl")
+    first, same = (open_stream(files=str(file))[0].identity for _ in range(2))
+    others = [open_stream(make(), files=str(file))[0].identity for make in (other_vocabulary, other_end)]
+    file.write_text(file.read_text().replace("raw", "war"))
+    state = file.stat()
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1000))  # clocks of some file systems tick slowly
+    edited = open_stream(files=str(file))[0].identity
+    assert first == same and len({first, *others, edited}) == 4
 
 
 def read_losses(folder: Path) -> list[float]:
@@ -400,8 +429,8 @@ def damage(folder: Path, kind: str) -> None:
         ("list", r"1\.jsonl, line 41: holds a list, not an object"),
         ("number", r"1\.jsonl, line 41: text is of type int, not text; .*data\.text_column"),
         ("bytes", r"1\.jsonl, line 41: is not valid JSON \('utf-8' codec can't decode"),
-        ("column", r"text_column='text': there is no such column; .*1\.jsonl, line 1 has body"),
-        ("array", r"1\.jsonl: is one JSON array; a stream takes JSON lines"),
+        ("column", r"text_column='text': there is no such column; .*1\.jsonl, up to line 1, has body"),
+        ("array", r"1\.jsonl: is one JSON array; a stream takes JSON lines; set data\.streaming"),
         ("parquet", r"1\.parquet: is not whole parquet \(.*\); write or fetch it again"),
         ("latin", r"1\.txt: is not UTF-8 text \(invalid continuation byte\); convert it"),
     ],
