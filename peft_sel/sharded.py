@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -191,6 +192,21 @@ def agree(error: BaseException | None) -> None:
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
     if failed and error is None:
         raise OtherProcessError(*failed[0])
+
+
+@contextmanager
+def agreeing() -> Iterator[None]:
+    """Let a block, which all processes have to enter together, succeed in all of them or in none; see agree.
+
+    Raises:
+        OtherProcessError: If it failed in another process only.
+    """
+    try:
+        yield
+    except Exception as error:
+        agree(error)
+        raise
+    agree(None)
 
 
 def share_conversion(layers: Iterable[Any], adapter: str) -> None:

@@ -16,7 +16,7 @@ from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS
 from peft_sel.errors import AdapterStateError, OffloadedError, SELError
 from peft_sel.removal import iter_sel_layers, remove_adapter
-from peft_sel.sharded import drop_awaited, shard_as
+from peft_sel.sharded import agreeing, drop_awaited, shard_as
 
 CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules, from accelerate's fsdp_activation_checkpointing
 
@@ -139,15 +139,20 @@ class SavedTuner(BaseTuner):
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
         mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
         try:
-            check_loadable(model, mapped)
-            state = model.state_dict()
-            own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
-            check_saved(
-                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
-            )
-            for layer in iter_sel_layers(model):
-                layer.check_base_is_finite(adapter_name)
-            check_base(iter_sel_layers(model), adapter_name, config, saved)
+            with agreeing():
+                check_loadable(model, mapped)
+                state = model.state_dict()
+                own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
+                check_saved(
+                    own,
+                    mapped,
+                    state,
+                    adapter_name,
+                    partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name),
+                )
+                for layer in iter_sel_layers(model):
+                    layer.check_base_is_finite(adapter_name)
+                check_base(iter_sel_layers(model), adapter_name, config, saved)
         except SELError:
             layers = [layer for layer in iter_sel_layers(model) if adapter_name in layer.sel_config]
             if all(layer.is_untouched(adapter_name) for layer in layers):

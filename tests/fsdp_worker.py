@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,10 @@ def describe_groups(model: Any, optimizer: Any) -> list[Any]:
 
 
 def get_message(call: Callable[[], object]) -> str:
-    """Return the message of the SELError that a call raises."""
+    """Return the message of the error that a call raises: one of ours, or of a file."""
     try:
         call()
-    except SELError as error:
+    except (SELError, OSError) as error:
         return str(error)
     return "no error"
 
@@ -248,6 +249,19 @@ def check_broken_base(folder: Path) -> str:
     if torch.distributed.get_rank() == 0:
         base.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     return get_message(lambda: convert_case(base, CASES["dense"], seed=0))
+
+
+def check_other_bases(folder: Path) -> list[str]:
+    """Return what each process says, loading, of bases that only the first one can see to be the wrong ones."""
+    messages = []
+    for name, factor in {"dense": 1.5, "tabulated": torch.nan}.items():
+        base = load_base(folder, CASES[name], start_accelerator(CASES[name]))
+        names = list(dict(base.named_modules()))
+        if torch.distributed.get_rank() == 0:
+            base.model.layers[1].mlp.up_proj.weight.data.mul_(factor)
+        messages.append(get_message(partial(PeftModel.from_pretrained, base, folder / "adapters" / name)))
+        assert list(dict(base.named_modules())) == names
+    return messages
 
 
 def check_mixed_precision(folder: Path) -> str:
@@ -351,6 +365,7 @@ def run_cases(folder: Path) -> None:
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
     results["loads"] = [check_loading(folder, name) for name in ("dense", "tabulated", "drop")]
     results["trainer"] = check_trainer(folder)
+    results["other_bases"] = check_other_bases(folder)
     results["broken_base"] = check_broken_base(folder)
     results["mixed_precision"] = check_mixed_precision(folder)
     rank = torch.distributed.get_rank()

@@ -178,6 +178,14 @@ def test_all_processes_stop_where_one_sees_a_broken_base(results: list[Any]) -> 
         assert result["broken_base"].startswith("process 0 failed") == (rank == 1)
 
 
+def test_all_processes_stop_where_one_loads_on_a_wrong_base(results: list[Any]) -> None:
+    for rank, result in enumerate(results):
+        other, broken = result["other_bases"]
+        assert "model.layers.1.mlp.up_proj.weight" in other and "check_base=False" in other
+        assert "model.layers.1.mlp.up_proj.weight holds" in broken and "NaN" in broken
+        assert all(message.startswith("process 0 failed") == (rank == 1) for message in (other, broken))
+
+
 def test_mixed_precision_that_rounds_is_refused(results: list[Any]) -> None:
     for result in results:
         assert "was cast to bfloat16, which rounds away what training adds to float32" in result["mixed_precision"]
