@@ -340,7 +340,10 @@ def check_trainer(folder: Path) -> dict[str, Any]:
     resumed = run_trainer(folder, folder / "resumed")
     again = gather_trained(resumed.model)
     resumed.save_model(str(folder / "final"))
+    (folder / "file").touch()
+    saves = (resumed.model.save_pretrained, resumed.save_model)
     return {
+        "failed_saves": [get_message(partial(save, str(folder / "file" / "adapter"))) for save in saves],
         "losses": get_losses(trainer),
         "again": get_losses(resumed),
         "resumes_with_equal_bits": all(torch.equal(tensor, end[name]) for name, tensor in again.items()),

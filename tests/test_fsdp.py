@@ -186,6 +186,13 @@ def test_all_processes_stop_where_one_loads_on_a_wrong_base(results: list[Any]) 
         assert all(message.startswith("process 0 failed") == (rank == 1) for message in (other, broken))
 
 
+def test_all_processes_fail_to_save_where_the_first_cannot(folder: Path, results: list[Any]) -> None:
+    for rank, result in enumerate(results):
+        for message in result["trainer"]["failed_saves"]:
+            assert str(folder / "file") in message
+            assert message.startswith("process 0 failed") == (rank == 1)
+
+
 def test_mixed_precision_that_rounds_is_refused(results: list[Any]) -> None:
     for result in results:
         assert "was cast to bfloat16, which rounds away what training adds to float32" in result["mixed_precision"]
