@@ -64,6 +64,7 @@ CASES = {
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
+LOADED = ("dense", "tabulated", "drop")  # adapters that are loaded on a base of the first process
 BASES: dict[str, Callable[[], Any]] = {
     "qwen2": make_tiny,
     "bf16": lambda: make_tiny(dtype=torch.bfloat16),
@@ -273,7 +274,10 @@ def check_mixed_precision(folder: Path) -> str:
 
 
 def check_loading(folder: Path, name: str) -> bool:
-    """Load an adapter on a base that one process holds, to train it on, and say whether all of it is there."""
+    """Load an adapter on a base that one process holds, to train it on; say whether it is there, and save its logits.
+
+    The parameters come from the first process, so that only a pass shows what the others have of the rest.
+    """
     case = CASES[name]
     accelerator = start_accelerator(case)
     model = PeftModel.from_pretrained(
@@ -283,7 +287,8 @@ def check_loading(folder: Path, name: str) -> bool:
     model, _ = accelerator.prepare(model, optimizer)
     saved = load_file(folder / "adapters" / name / "adapter_model.safetensors")
     loaded = gather_trained(model)
-    model(input_ids=BATCHES[0])
+    logits = model(input_ids=BATCHES[0]).logits.detach()
+    save_file({"logits": logits}, folder / f"loaded_{name}_{accelerator.process_index}.safetensors")
     for parameter in model.parameters():
         parameter.data.mul_(2)
     set_peft_model_state_dict(model, saved)  # over what is sharded
@@ -366,7 +371,7 @@ def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
-    results["loads"] = [check_loading(folder, name) for name in ("dense", "tabulated", "drop")]
+    results["loads"] = [check_loading(folder, name) for name in LOADED]
     results["trainer"] = check_trainer(folder)
     results["other_bases"] = check_other_bases(folder)
     results["broken_base"] = check_broken_base(folder)
