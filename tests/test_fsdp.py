@@ -216,19 +216,24 @@ def test_mixed_precision_that_rounds_is_refused(results: list[Any]) -> None:
         assert "load the model in bfloat16" in result["mixed_precision"]
 
 
-def test_recorded_peaks_are_below_six_tenths_of_one_process() -> None:
-    rows = json.loads(BENCHMARK.with_suffix(".json").read_text())["rows"]
+def check_peaks(path: Path) -> None:
+    rows = json.loads(path.read_text())["rows"]
     assert list(rows) == ["keep", "drop"]
     for row in rows.values():
         peaks = [max(process["peaks_mib"].values()) for process in (row["one_process"], *row["ranks"])]
         assert peaks[0] > 1000 and len(peaks) == 3 and max(peaks[1:]) <= 0.6 * peaks[0]
 
 
+def test_recorded_peaks_are_below_six_tenths_of_one_process() -> None:
+    check_peaks(BENCHMARK.with_suffix(".json"))
+
+
 @pytest.mark.slow
-def test_benchmark_of_memory_runs(tmp_path: Path) -> None:
-    size = ["--hidden", "128", "--layers", "2", "--out", str(tmp_path / "result.json")]
-    subprocess.run([sys.executable, str(BENCHMARK), *size], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert list(json.loads((tmp_path / "result.json").read_text())["rows"]) == ["keep", "drop"]
+def test_peaks_are_below_six_tenths_of_one_process(tmp_path: Path) -> None:
+    """At the benchmark's own size: smaller ones show what does not grow with it, 0.607 at 512 x 16 layers."""
+    command = [sys.executable, str(BENCHMARK), "--out", str(tmp_path / "result.json")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    check_peaks(tmp_path / "result.json")
 
 
 def test_fsdp1_is_refused() -> None:
