@@ -244,7 +244,7 @@ class SELModel(SavedTuner):
                 if adapter_name not in self.active_adapters:
                     module.requires_grad_(False)
                 self._replace_module(parent, target_name, module, target)
-        if not peft_config.awaits_load:  # PEFT could not copy into what is split
+        if current_load() is None:  # PEFT could not copy into what is split
             split_like(base.parameters(recurse=False), getattr(parent, target_name).parameters())
         self._progress.update()
 

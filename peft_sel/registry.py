@@ -9,7 +9,6 @@ from typing import Any
 
 import peft.peft_model
 import peft.utils
-import torch
 from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from peft_sel.config import SELConfig
 from peft_sel.loading import await_tensors
 from peft_sel.model import SELModel
-from peft_sel.sharded import gather_for_first, is_sharded_model
+from peft_sel.sharded import GatheredAdapters, gather_adapters, is_sharded_model, write_from_first
 
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
 PEFT_TYPE_NAME = "SYMEXPLIN"
@@ -86,21 +85,20 @@ def extend_saving() -> None:
     """Let save_pretrained save a SEL model that FSDP2 shards; a second call does nothing.
 
     PEFT would write what each process holds, and fails at that. Here all processes gather tensor after tensor, so all
-    have to call it, and the first one writes. PEFT's get_peft_model_state_dict still gives the shards, which
-    accelerate's sharded checkpoints take.
+    have to call it, and the first one writes; if it cannot, all have an error. PEFT's get_peft_model_state_dict still
+    gives the shards, which accelerate's sharded checkpoints take.
     """
     stock, stock_state = PeftModel.save_pretrained, peft.peft_model.get_peft_model_state_dict
     if hasattr(stock, GATHERER_MARK):
         return
     signature = inspect.signature(stock)
-    gathered: dict[str, dict[str, Tensor]] = {}  # by adapter, for the call in progress
 
     @wraps(stock_state)
     def get_state(
         model: Any, state_dict: Any = None, adapter_name: str = "default", **options: Any
     ) -> dict[str, Tensor]:
-        if adapter_name in gathered:
-            return gathered.pop(adapter_name)
+        if isinstance(state_dict, GatheredAdapters):
+            return state_dict[adapter_name]
         tensors: dict[str, Tensor] = stock_state(model, state_dict, adapter_name, **options)
         return tensors
 
@@ -108,24 +106,14 @@ def extend_saving() -> None:
     def save_pretrained(self: PeftModel, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
-        if _saves_shards(self) and call.arguments["kwargs"].get("state_dict") is None:
-            option = call.arguments["save_embedding_layers"]
-            for adapter in call.arguments["selected_adapters"] or list(self.peft_config):
-                state = stock_state(self, adapter_name=adapter, save_embedding_layers=option)
-                gathered[adapter] = gather_for_first(state)
-            if torch.distributed.get_rank() > 0:
-                gathered.clear()
-                return
-        try:
+        gathers = isinstance(getattr(self, "base_model", None), SELModel) and is_sharded_model(self)
+        if not gathers or call.arguments["kwargs"].get("state_dict") is not None:
             stock(self, *args, **kwargs)
-        finally:
-            gathered.clear()
+            return
+        adapters, option = (call.arguments[name] for name in ("selected_adapters", "save_embedding_layers"))
+        kwargs["state_dict"] = gather_adapters(self, adapters, option)
+        write_from_first({}, lambda _: stock(self, *args, **kwargs))
 
     setattr(save_pretrained, GATHERER_MARK, True)
     setattr(peft.peft_model, "get_peft_model_state_dict", get_state)  # noqa: B010
     setattr(PeftModel, "save_pretrained", save_pretrained)  # noqa: B010
-
-
-def _saves_shards(model: Any) -> bool:
-    """Whether a model holds SEL adapters in shards."""
-    return isinstance(getattr(model, "base_model", None), SELModel) and is_sharded_model(model)

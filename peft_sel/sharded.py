@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -36,18 +39,32 @@ def gather(tensor: Tensor) -> Tensor:
     return whole.cpu()
 
 
-def gather_for_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather tensors one by one, for the first process to keep; all processes have to call this together.
+class GatheredAdapters(dict[str, dict[str, Tensor]]):
+    """The whole tensors of adapters, by adapter and key: a state_dict with which save_pretrained gathers nothing."""
+
+
+def gather_adapters(
+    model: PeftModel,
+    adapters: Iterable[str] | None = None,
+    save_embedding_layers: bool | Literal["auto"] = "auto",
+) -> GatheredAdapters:
+    """Gather the tensors of adapters one by one, for the first process; all processes have to call this together.
 
     Args:
-        tensors: The same names in the same order in every process.
+        model: A model that FSDP2 shards.
+        adapters: Names of adapters; None for all.
+        save_embedding_layers: PEFT's.
 
     Returns:
         The whole tensors on the CPU; in other processes than the first nothing.
     """
     first = torch.distributed.get_rank() == 0
-    whole = ((name, gather(tensor)) for name, tensor in tensors.items())
-    return {name: tensor for name, tensor in whole if first}
+    found = GatheredAdapters()
+    for adapter in adapters or list(model.peft_config):
+        state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=save_embedding_layers)
+        whole = ((key, gather(tensor)) for key, tensor in state.items())
+        found[adapter] = {key: tensor for key, tensor in whole if first}
+    return found
 
 
 def write_from_first(tensors: Mapping[str, Tensor], write: Callable[[Callable[[str], Tensor]], object]) -> None:
@@ -191,6 +208,21 @@ def agree(error: BaseException | None) -> None:
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
     if failed and error is None:
         raise OtherProcessError(*failed[0])
+
+
+@contextmanager
+def agreeing() -> Iterator[None]:
+    """Let a block, which all processes have to enter together, succeed in all of them or in none; see agree.
+
+    Raises:
+        OtherProcessError: If it failed in another process only.
+    """
+    try:
+        yield
+    except Exception as error:
+        agree(error)
+        raise
+    agree(None)
 
 
 def share_conversion(layers: Iterable[Any], adapter: str) -> None:

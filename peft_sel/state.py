@@ -16,7 +16,7 @@ from peft_sel.conversion import BIAS, PREFIX
 from peft_sel.errors import AdapterStateError, OffloadedError
 from peft_sel.loading import current_load
 from peft_sel.removal import iter_sel_layers
-from peft_sel.sharded import drop_awaited, shard_as
+from peft_sel.sharded import agreeing, drop_awaited, shard_as
 
 CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules, from accelerate's fsdp_activation_checkpointing
 
@@ -98,15 +98,16 @@ class SavedTuner(BaseTuner):
         # PEFT saves the base layer of a targeted lm_head along; loading it would overwrite a tied embedding.
         copies = (".base_layer.weight", *([".base_layer.bias"] if getattr(config, BIAS) == "sel_only" else []))
         mapped = {key: value for key, value in mapped.items() if not key.endswith(copies)}
-        check_loadable(model, mapped)
-        state = model.state_dict()
-        own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
-        check_saved(
-            own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
-        )
-        for layer in iter_sel_layers(model):
-            layer.check_base_is_finite(adapter_name)
-        check_base(iter_sel_layers(model), adapter_name, config, saved)
+        with agreeing():
+            check_loadable(model, mapped)
+            state = model.state_dict()
+            own = super()._get_adapter_state_dict(names, config, adapter_name, state, [])
+            check_saved(
+                own, mapped, state, adapter_name, partial(cls._remove_adapter_name_from_key, adapter_name=adapter_name)
+            )
+            for layer in iter_sel_layers(model):
+                layer.check_base_is_finite(adapter_name)
+            check_base(iter_sel_layers(model), adapter_name, config, saved)
         if (load := current_load()) is not None:
             load.loaded.append(adapter_name)
             load.undo.callback(_restore_biases, _copy_base_biases(model, mapped))

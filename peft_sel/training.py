@@ -29,7 +29,7 @@ from peft_sel.logs import SELCallback
 from peft_sel.optim import anneal_scheduler, sel_param_groups
 from peft_sel.partitioned import copy_frozen
 from peft_sel.removal import iter_sel_layers
-from peft_sel.sharded import is_sharded_model
+from peft_sel.sharded import gather_adapters, is_sharded_model, write_from_first
 from peft_sel.trl import check_trainer
 
 if TYPE_CHECKING:
@@ -257,15 +257,16 @@ class SELTrainerMixin(_TrainerBase):
         Args:
             output_dir: Folder; args.output_dir by default.
             _internal_call: Trainer's.
+
+        Raises:
+            OtherProcessError: If the first of several processes fails under FSDP2, and this is another.
         """
         model: Any = self.model
         if not (isinstance(model, PeftModel) and is_sharded_model(model)):
             super().save_model(output_dir, _internal_call)
             return
-        if self.args.should_save:
-            self._save(output_dir)
-        else:
-            model.save_pretrained(output_dir or self.args.output_dir or "")  # gives its shards to the first process
+        state: dict[str, Any] = gather_adapters(model)
+        write_from_first({}, lambda _: self._save(output_dir, state))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -273,7 +274,7 @@ class SELTrainerMixin(_TrainerBase):
         """Save model, tokenizer and arguments: a folder that is not there yet appears when it is complete."""
         target: Any = self.model
         frozen = copy_frozen(target, PREFIX)
-        state_dict = {**frozen, **state_dict} if state_dict else state_dict
+        state_dict = {**frozen, **state_dict} if frozen and state_dict else state_dict
         folder = Path(output_dir or self.args.output_dir or "")
         staged = self._unfinished is None and self.args.should_save and self._is_on_one_machine()
         if not staged or os.path.lexists(folder):

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ CASES = {
     "head": Case("untied", {"target_modules": ["lm_head", "v_proj", "embed_tokens"]}, steps=8),
     "experts": Case(base="qwen3_moe", options={"target_parameters": TARGETS}),
 }
+LOADED = ("dense", "tabulated", "drop")  # adapters that are loaded on a base of the first process
 BASES: dict[str, Callable[[], Any]] = {
     "qwen2": make_tiny,
     "bf16": lambda: make_tiny(dtype=torch.bfloat16),
@@ -155,10 +157,10 @@ def describe_groups(model: Any, optimizer: Any) -> list[Any]:
 
 
 def get_message(call: Callable[[], object]) -> str:
-    """Return the message of the SELError that a call raises."""
+    """Return the message of the error that a call raises: one of ours, or of a file."""
     try:
         call()
-    except SELError as error:
+    except (SELError, OSError) as error:
         return str(error)
     return "no error"
 
@@ -248,6 +250,19 @@ def check_broken_base(folder: Path) -> str:
     return get_message(lambda: convert_case(base, CASES["dense"], seed=0))
 
 
+def check_other_bases(folder: Path) -> list[str]:
+    """Return what each process says, loading, of bases that only the first one can see to be the wrong ones."""
+    messages = []
+    for name, factor in {"dense": 1.5, "tabulated": torch.nan}.items():
+        base = load_base(folder, CASES[name], start_accelerator(CASES[name]))
+        names = list(dict(base.named_modules()))
+        if torch.distributed.get_rank() == 0:
+            base.model.layers[1].mlp.up_proj.weight.data.mul_(factor)
+        messages.append(get_message(partial(PeftModel.from_pretrained, base, folder / "adapters" / name)))
+        assert list(dict(base.named_modules())) == names
+    return messages
+
+
 def check_mixed_precision(folder: Path) -> str:
     """Return what a pass says where accelerate would round the parameters."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
@@ -257,7 +272,10 @@ def check_mixed_precision(folder: Path) -> str:
 
 
 def check_loading(folder: Path, name: str) -> bool:
-    """Load an adapter on a base that one process holds, to train it on, and say whether all of it is there."""
+    """Load an adapter on a base that one process holds, to train it on; say whether it is there, and save its logits.
+
+    The parameters come from the first process, so that only a pass shows what the others have of the rest.
+    """
     case = CASES[name]
     accelerator = start_accelerator(case)
     model = PeftModel.from_pretrained(
@@ -267,7 +285,8 @@ def check_loading(folder: Path, name: str) -> bool:
     model, _ = accelerator.prepare(model, optimizer)
     saved = load_file(folder / "adapters" / name / "adapter_model.safetensors")
     loaded = gather_trained(model)
-    model(input_ids=BATCHES[0])
+    logits = model(input_ids=BATCHES[0]).logits.detach()
+    save_file({"logits": logits}, folder / f"loaded_{name}_{accelerator.process_index}.safetensors")
     for parameter in model.parameters():
         parameter.data.mul_(2)
     set_peft_model_state_dict(model, saved)  # over what is sharded
@@ -324,7 +343,10 @@ def check_trainer(folder: Path) -> dict[str, Any]:
     resumed = run_trainer(folder, folder / "resumed")
     again = gather_trained(resumed.model)
     resumed.save_model(str(folder / "final"))
+    (folder / "file").touch()
+    saves = (resumed.model.save_pretrained, resumed.save_model)
     return {
+        "failed_saves": [get_message(partial(save, str(folder / "file" / "adapter"))) for save in saves],
         "losses": get_losses(trainer),
         "again": get_losses(resumed),
         "resumes_with_equal_bits": all(torch.equal(tensor, end[name]) for name, tensor in again.items()),
@@ -348,8 +370,9 @@ def run_cases(folder: Path) -> None:
     """Do everything else, and write what came out: one JSON file for each process."""
     results: dict[str, Any] = {"dense": check_dense(folder)}
     results |= {name: run_case(folder, name) for name in CASES if name != "dense"}
-    results["loads"] = [check_loading(folder, name) for name in ("dense", "tabulated", "drop")]
+    results["loads"] = [check_loading(folder, name) for name in LOADED]
     results["trainer"] = check_trainer(folder)
+    results["other_bases"] = check_other_bases(folder)
     results["broken_base"] = check_broken_base(folder)
     results["mixed_precision"] = check_mixed_precision(folder)
     rank = torch.distributed.get_rank()

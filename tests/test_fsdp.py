@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
-from fsdp_worker import BASES, BATCHES, CASES, LR
+from fsdp_worker import BASES, BATCHES, CASES, LOADED, LR
 from models import assert_same_bits, convert, make_tiny
 from peft import PeftModel
 from processes import CONFIGS, ROOT, launch
@@ -133,17 +134,22 @@ def test_recipe_runs_in_two_processes(tmp_path: Path) -> None:
         assert (merged[key] - tensor).norm() <= torch.finfo(tensor.dtype).eps * tensor.norm(), key
 
 
-def test_evaluation_runs_on_what_is_there(folder: Path, results: list[Any], dense: Any) -> None:
-    logits = load_file(folder / "logits.safetensors")
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as the processes have: the order of sums depends on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            expected = {"adapted": dense(input_ids=BATCHES[0]).logits}
-            with dense.disable_adapter():
-                expected["base"] = dense(input_ids=BATCHES[0]).logits
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_evaluation_runs_on_what_is_there(folder: Path, results: list[Any], dense: Any) -> None:
+    logits = load_file(folder / "logits.safetensors")
+    with torch.no_grad():
+        expected = {"adapted": dense(input_ids=BATCHES[0]).logits}
+        with dense.disable_adapter():
+            expected["base"] = dense(input_ids=BATCHES[0]).logits
     assert_same_bits({name: logits[name] for name in expected}, expected)
     assert not torch.allclose(logits["written"], logits["adapted"], rtol=0.1)
     assert [result["dense"]["num_kept"] for result in results] == [0, 0]
@@ -159,6 +165,17 @@ def test_logged_scales_are_those_of_one_process(results: list[Any], dense: Any) 
 
 def test_loads_an_adapter_where_one_process_has_the_base(results: list[Any]) -> None:
     assert [result["loads"] for result in results] == [[True, True, True], [True, True, True]]
+
+
+@pytest.mark.usefixtures("results", "one_thread")
+@pytest.mark.parametrize("name", LOADED)
+def test_a_loaded_adapter_computes_in_each_process_what_it_does_in_one(folder: Path, name: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / CASES[name].base)
+    model = PeftModel.from_pretrained(base, folder / "adapters" / name).eval()
+    with torch.no_grad():
+        expected = {"logits": model(input_ids=BATCHES[0]).logits}
+    for rank in (0, 1):
+        assert_same_bits(load_file(folder / f"loaded_{name}_{rank}.safetensors"), expected)
 
 
 def test_what_needs_whole_weights_is_refused(results: list[Any]) -> None:
@@ -178,25 +195,45 @@ def test_all_processes_stop_where_one_sees_a_broken_base(results: list[Any]) -> 
         assert result["broken_base"].startswith("process 0 failed") == (rank == 1)
 
 
+def test_all_processes_stop_where_one_loads_on_a_wrong_base(results: list[Any]) -> None:
+    for rank, result in enumerate(results):
+        other, broken = result["other_bases"]
+        assert "model.layers.1.mlp.up_proj.weight" in other and "check_base=False" in other
+        assert "model.layers.1.mlp.up_proj.weight holds" in broken and "NaN" in broken
+        assert all(message.startswith("process 0 failed") == (rank == 1) for message in (other, broken))
+
+
+def test_all_processes_fail_to_save_where_the_first_cannot(folder: Path, results: list[Any]) -> None:
+    for rank, result in enumerate(results):
+        for message in result["trainer"]["failed_saves"]:
+            assert str(folder / "file") in message
+            assert message.startswith("process 0 failed") == (rank == 1)
+
+
 def test_mixed_precision_that_rounds_is_refused(results: list[Any]) -> None:
     for result in results:
         assert "was cast to bfloat16, which rounds away what training adds to float32" in result["mixed_precision"]
         assert "load the model in bfloat16" in result["mixed_precision"]
 
 
-def test_recorded_peaks_are_below_six_tenths_of_one_process() -> None:
-    rows = json.loads(BENCHMARK.with_suffix(".json").read_text())["rows"]
+def check_peaks(path: Path) -> None:
+    rows = json.loads(path.read_text())["rows"]
     assert list(rows) == ["keep", "drop"]
     for row in rows.values():
         peaks = [max(process["peaks_mib"].values()) for process in (row["one_process"], *row["ranks"])]
         assert peaks[0] > 1000 and len(peaks) == 3 and max(peaks[1:]) <= 0.6 * peaks[0]
 
 
+def test_recorded_peaks_are_below_six_tenths_of_one_process() -> None:
+    check_peaks(BENCHMARK.with_suffix(".json"))
+
+
 @pytest.mark.slow
-def test_benchmark_of_memory_runs(tmp_path: Path) -> None:
-    size = ["--hidden", "128", "--layers", "2", "--out", str(tmp_path / "result.json")]
-    subprocess.run([sys.executable, str(BENCHMARK), *size], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert list(json.loads((tmp_path / "result.json").read_text())["rows"]) == ["keep", "drop"]
+def test_peaks_are_below_six_tenths_of_one_process(tmp_path: Path) -> None:
+    """At the benchmark's own size: smaller ones show what does not grow with it, 0.607 at 512 x 16 layers."""
+    command = [sys.executable, str(BENCHMARK), "--out", str(tmp_path / "result.json")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    check_peaks(tmp_path / "result.json")
 
 
 def test_fsdp1_is_refused() -> None:

@@ -16,9 +16,9 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from models import NUM_TARGETS, assert_same_bits, convert, fingerprint, logits, make_tiny, sel_layers
+from models import NUM_TARGETS, assert_same_bits, convert, fingerprint, logits, make_config, make_tiny, sel_layers
 from moe import make_moe
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from peft_sel import SELConfig, save_adapter
@@ -217,6 +217,15 @@ def test_an_adapter_loads_before_its_own_tensors_are_split(zero: FakeZero, tmp_p
     model = split_converted(zero)
     with pytest.raises(PartitionedError, match="loading an adapter"):
         set_peft_model_state_dict(model, expected)
+
+
+def test_what_is_split_depends_on_whether_a_load_follows(zero: FakeZero, tmp_path: Path) -> None:
+    saved = whole_converted(init_weights=False)
+    saved.save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(make_split(zero), tmp_path, config=make_config())
+    assert_same_bits(get_peft_model_state_dict(model), get_peft_model_state_dict(saved))
+    model = get_peft_model(make_split(zero), SELConfig.from_pretrained(tmp_path))
+    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def test_logged_scales_are_those_of_a_whole_model(zero: FakeZero) -> None:
