@@ -42,7 +42,9 @@ class DataSection:
         sequence_length: Tokens per block.
         validation_share: Share of the blocks, taken from the end, that is held out; 0 for none. By default 0.05, or 0
             for a stream and beside validation_blocks.
-        validation_blocks: Instead of a share: how many of the first blocks are held out.
+        validation_blocks: Instead of a share: how many of the first blocks are held out. Under several processes take
+            a multiple of processes x per_device_eval_batch_size: else Accelerate fills the last batch with blocks that
+            were counted before, and the held-out loss depends on the number of processes.
         max_documents: Documents to read at most; None for all.
         streaming: Whether to read, tokenise and pack the text while training, for text larger than memory and disk. A
             stream has no known length, so it needs training.max_steps, and begins again when the text ends. Off by
