@@ -83,6 +83,7 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
     with args.main_process_first(local=False):
         if trainer.is_world_process_zero():
             merge_checkpoint(job.model, adapter, merged)
+    trainer.accelerator.end_training()
     return trainer
 
 
