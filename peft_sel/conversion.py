@@ -105,8 +105,7 @@ def check_usable(
     wide, raw_dtype = wide_dtype(config), RAW_DTYPES[config.raw_dtype] if config.train_raw else raw.dtype
     for tensor, dtype in [(raw, raw_dtype), *((tensor, wide) for tensor in beside)]:
         if tensor.dtype != dtype:
-            found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
-            raise RoundedError(name, adapter, found, wanted)
+            raise RoundedError(name, adapter, tensor.dtype, dtype)
 
 
 def resolve_beta(
