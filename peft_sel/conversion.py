@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from functools import reduce
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from peft_sel.numerics import (
     stack_tables,
     width_beta,
 )
-from peft_sel.partitioned import is_away
+from peft_sel.partitioned import is_away, is_split
 from peft_sel.shapes import expected_shapes, from_matrix, to_matrix, vector_config
 from peft_sel.sharded import check_whole, is_sharded
 from peft_sel.structured import PREFIX, StructuredScale, check_sign, transform_parts
@@ -41,6 +42,7 @@ HOLDER_NAME = "sel_parameters"  # in saved keys, before the name of a parameter 
 BIAS = "bias"  # the parameter that bias="sel_only" converts beside a target module's weight
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
+_is_meta, _get_dtype = attrgetter("is_meta"), attrgetter("dtype")  # for map, in each pass of each layer
 
 
 def matches_end(pattern: str, name: str) -> bool:
@@ -91,22 +93,24 @@ def check_usable(
         RoundedError: If something has cast what trains.
     """
     beside = [*(residual or ()), *(part for parts in scales.values() for part in parts.values())]
-    if raw.is_meta or any(tensor.is_meta for tensor in beside):
-        raise OffloadedError(name, f"adapter {adapter!r}")
     if torch.compiler.is_compiling():
+        if raw.is_meta or any(tensor.is_meta for tensor in beside):
+            raise OffloadedError(name, f"adapter {adapter!r}")
         return
+    if raw.is_meta or any(map(_is_meta, beside)):
+        raise OffloadedError(name, f"adapter {adapter!r}")
     check_whole(name, [raw, *beside])
-    if is_away(raw) or (raw.numel() and any(tensor.numel() == 0 for tensor in beside)):
+    if is_split(raw) and (is_away(raw) or any(tensor.numel() == 0 for tensor in beside)):
         way_out = (
             "train and evaluate through the prepared model, and merge the saved adapter with merge_checkpoint "
             "(peft-sel merge), or in a process without DeepSpeed"
         )
         raise PartitionedError(f"adapter {adapter!r} of {name}", "computing its effective weight", way_out)
     wide, raw_dtype = wide_dtype(config), RAW_DTYPES[config.raw_dtype] if config.train_raw else raw.dtype
-    for tensor, dtype in [(raw, raw_dtype), *((tensor, wide) for tensor in beside)]:
-        if tensor.dtype != dtype:
-            found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
-            raise RoundedError(name, adapter, found, wanted)
+    if raw.dtype == raw_dtype and {*map(_get_dtype, beside)} <= {wide}:
+        return
+    found, wanted = next((t.dtype, d) for t, d in [(raw, raw_dtype), *((t, wide) for t in beside)] if t.dtype != d)
+    raise RoundedError(name, adapter, found, wanted)
 
 
 def resolve_beta(

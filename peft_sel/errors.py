@@ -5,6 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxdict, _short.maxset, _short.maxtuple = 3, 8, 8, 8, 8
@@ -290,15 +294,23 @@ class PartitionedError(SELError):
 
 
 class RoundedError(SELError):
-    """Something has cast trained tensors to fewer bits, against raw_dtype."""
+    """Something has cast trained tensors, against raw_dtype."""
 
-    def __init__(self, name: str, adapter: str, found: str, raw_dtype: str) -> None:
-        super().__init__(
-            f"adapter {adapter!r} of {name} was cast to {found}, which rounds away what training adds to {raw_dtype}; "
+    def __init__(self, name: str, adapter: str, found_dtype: torch.dtype, raw_dtype: torch.dtype) -> None:
+        found, wanted = (str(dtype).removeprefix("torch.") for dtype in (found_dtype, raw_dtype))
+        problem = f"which rounds away what training adds to {wanted}"
+        way_out = (
             "under FSDP set mixed_precision to 'no' (bf16=False in TrainingArguments) and load the model in bfloat16, "
             "under DeepSpeed switch bf16 and fp16 off and torch_autocast on, as configs/accelerate/zero2.json does, "
             "elsewhere use autocast, or choose raw_dtype yourself"
         )
+        if found_dtype.itemsize > raw_dtype.itemsize:
+            problem = f"which takes more memory than the {wanted} of its configuration and rounds its steps otherwise"
+            way_out = (
+                "under FSDP set mixed_precision to 'no' (bf16=False in TrainingArguments), since others make float32 "
+                f"of what trains, elsewhere leave out the cast, or choose raw_dtype={found!r}"
+            )
+        super().__init__(f"adapter {adapter!r} of {name} was cast to {found}, {problem}; {way_out}")
 
 
 class NewerVersionError(SELError):

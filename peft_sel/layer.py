@@ -205,8 +205,15 @@ class SELLayer(BaseWeightLayer):
 
     def tensors(self, adapter: str) -> list[Tensor]:
         """Return the parameters of an adapter: raw if it is trained, scales, residual."""
-        values = [held[adapter] for name in self.adapter_layer_names if adapter in (held := getattr(self, name))]
-        return [t for value in values for t in (value.parameters() if isinstance(value, nn.Module) else [value])]
+        modules: Any = vars(self)["_modules"]  # as in scales
+        found: list[Tensor] = []
+        for name in self.adapter_layer_names:
+            held = modules[name]
+            if (scale := held._modules.get(adapter)) is not None:
+                found += scale._parameters.values()
+            elif (parameter := held._parameters.get(adapter)) is not None:
+                found.append(parameter)
+        return found
 
     @torch.no_grad()
     def _perturb(self, adapter: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from peft_sel.accumulation import Accumulation
 from peft_sel.checkpoint.staging import clear_leftovers, require_folder, staged_folder
 from peft_sel.conversion import PREFIX
-from peft_sel.errors import ConfigError
+from peft_sel.errors import ConfigError, OtherProcessError
 from peft_sel.layer import SELLayer
 from peft_sel.logs import SELCallback
 from peft_sel.optim import anneal_scheduler, sel_param_groups
@@ -313,10 +313,18 @@ class SELTrainerMixin(_TrainerBase):
     @contextmanager
     def _staged_checkpoint(self, checkpoint: Path) -> Iterator[Path]:
         """Yield the hidden folder of a checkpoint, the same one to all processes."""
-        writes = self.args.should_save
-        with staged_folder(checkpoint, check=require_folder) if writes else nullcontext() as unfinished:
-            shared = broadcast_object_list([unfinished])
-            yield shared[0]
+        with ExitStack() as stack:
+            told: list[Any] = [None, None]
+            try:
+                if self.args.should_save:
+                    told[0] = stack.enter_context(staged_folder(checkpoint, check=require_folder))
+            except Exception as error:
+                broadcast_object_list([None, str(error)])
+                raise
+            unfinished, message = broadcast_object_list(told)
+            if message is not None:
+                raise OtherProcessError(0, message)
+            yield unfinished
         self.accelerator.wait_for_everyone()
 
 

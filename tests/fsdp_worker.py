@@ -344,9 +344,11 @@ def check_trainer(folder: Path) -> dict[str, Any]:
     again = gather_trained(resumed.model)
     resumed.save_model(str(folder / "final"))
     (folder / "file").touch()
-    saves = (resumed.model.save_pretrained, resumed.save_model)
+    resumed.args.output_dir = str(folder / "file" / "run")
+    saves = [partial(save, str(folder / "file" / "it")) for save in (resumed.model.save_pretrained, resumed.save_model)]
+    saves.append(partial(resumed._save_checkpoint, resumed.model, None))
     return {
-        "failed_saves": [get_message(partial(save, str(folder / "file" / "adapter"))) for save in saves],
+        "failed_saves": [get_message(save) for save in saves],
         "losses": get_losses(trainer),
         "again": get_losses(resumed),
         "resumes_with_equal_bits": all(torch.equal(tensor, end[name]) for name, tensor in again.items()),

@@ -205,6 +205,7 @@ def test_all_processes_stop_where_one_loads_on_a_wrong_base(results: list[Any]) 
 
 def test_all_processes_fail_to_save_where_the_first_cannot(folder: Path, results: list[Any]) -> None:
     for rank, result in enumerate(results):
+        assert len(result["trainer"]["failed_saves"]) == 3
         for message in result["trainer"]["failed_saves"]:
             assert str(folder / "file") in message
             assert message.startswith("process 0 failed") == (rank == 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import reference
 import torch
-from models import bits
+from models import bits, convert, make_config, make_tiny, sel_layers
 from torch import nn
 
 from peft_sel import ScaleConfig, SELConfig, SELError
@@ -162,3 +164,13 @@ def test_integer_weight_is_refused():
     base.weight = nn.Parameter(torch.ones(ROWS, COLUMNS, dtype=torch.int8), requires_grad=False)
     with pytest.raises(SELError, match=r"block\.proj is a Linear .*int8"):
         SELLinear(base, "default", SELConfig(), name="block.proj")
+
+
+@pytest.mark.parametrize("options", [{}, {"r": 2}, {"train_raw": False}])
+def test_tensors_are_an_adapters_parameters_in_their_order(options: dict[str, Any]) -> None:
+    model = convert(make_tiny(), **options)
+    model.add_adapter("other", make_config(r=1))
+    for layer in sel_layers(model):
+        for adapter in ("default", "other"):
+            own = [p for name, p in layer.named_parameters() if adapter in name.split(".")]
+            assert [id(tensor) for tensor in layer.tensors(adapter)] == [id(parameter) for parameter in own]

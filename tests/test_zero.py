@@ -268,6 +268,28 @@ def test_a_cast_of_what_trains_is_an_error(part: str) -> None:
         logits(model)
 
 
+@pytest.mark.parametrize("raw_dtype", ["bfloat16", "float16", "float32"])
+def test_a_cast_to_more_bits_is_an_error_of_its_own(raw_dtype: str) -> None:
+    model = whole_converted(raw_dtype=raw_dtype)
+    raw = sel_layers(model)[0].symexplin_raw["default"]
+    wide = torch.float64 if raw_dtype == "float32" else torch.float32
+    raw.data = raw.data.to(wide)
+    name = str(wide).removeprefix("torch.")
+    said = rf"q_proj was cast to {name}, which takes more memory than the {raw_dtype} .*or choose raw_dtype='{name}'"
+    with pytest.raises(RoundedError, match=said) as caught:
+        logits(model)
+    assert "rounds away" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("raw_dtype", "found"), [("bfloat16", torch.float16), ("float64", torch.float32)])
+def test_a_cast_to_as_many_bits_or_fewer_rounds(raw_dtype: str, found: torch.dtype) -> None:
+    model = whole_converted(raw_dtype=raw_dtype)
+    raw = sel_layers(model)[0].symexplin_raw["default"]
+    raw.data = raw.data.to(found)
+    with pytest.raises(RoundedError, match=f"rounds away what training adds to {raw_dtype}"):
+        logits(model)
+
+
 def test_a_chosen_raw_dtype_is_no_cast() -> None:
     assert logits(whole_converted(raw_dtype="bfloat16")).isfinite().all()
 
