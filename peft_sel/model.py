@@ -29,7 +29,6 @@ from peft_sel.errors import (
     AdapterStateError,
     ConfigError,
     DroppedBaseError,
-    OtherProcessError,
     ShardedError,
     UnsupportedModuleError,
     list_names,
@@ -42,7 +41,7 @@ from peft_sel.modules import SELModule, choose_layer_class
 from peft_sel.partitioned import gathered, split_like
 from peft_sel.quantized import SELQuantizedLinear, check_dequantizable, settle_quantization
 from peft_sel.removal import iter_sel_layers, remove_adapter
-from peft_sel.sharded import WAY_OUT, agree, awaits_values, is_layer_sharded, share_conversion
+from peft_sel.sharded import WAY_OUT, agreeing, awaits_values, is_layer_sharded, share_conversion
 from peft_sel.state import SavedTuner
 from peft_sel.targets import TARGET_MODULES, reads_weight_itself, restrict_to_layers
 from peft_sel.trl import TRAINED, copy_adapter, is_reference
@@ -142,19 +141,17 @@ class SELModel(SavedTuner):
             total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
         )
         try:
-            with show_placeholders(iter_sel_layers(model)):
-                super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
-            if is_reference(self.peft_config, adapter_name):
-                copy_adapter(model, TRAINED, adapter_name)
-            if not awaits_values(model):  # the first process has read the base
-                warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
-            if chosen_broadly and state_dict is None:
-                warn_of_untouched_experts(model)
-            agree(None)
-        except BaseException as error:
+            with agreeing():
+                with show_placeholders(iter_sel_layers(model)):
+                    super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+                if is_reference(self.peft_config, adapter_name):
+                    copy_adapter(model, TRAINED, adapter_name)
+                if not awaits_values(model):  # the first process has read the base
+                    warn_of_unreadable_base(iter_sel_layers(model), adapter_name, config)
+                if chosen_broadly and state_dict is None:
+                    warn_of_untouched_experts(model)
+        except BaseException:
             self._take_out(model, adapter_name, flags)
-            if isinstance(error, Exception) and not isinstance(error, OtherProcessError):
-                agree(error)
             raise
         finally:
             self._progress.close()

@@ -192,27 +192,9 @@ def make_placeholder(weight: Tensor) -> Tensor:
     return torch.empty(0, dtype=weight.dtype, device=choose_device(weight))
 
 
-def agree(error: BaseException | None) -> None:
-    """Let all processes go on only if all of them can, under cpu_ram_efficient_loading; else each has an error.
-
-    Args:
-        error: What went wrong in this process, to be raised by the caller.
-
-    Raises:
-        OtherProcessError: If something went wrong in another process only.
-    """
-    if not is_fsdp_enabled():
-        return
-    messages: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(messages, None if error is None else str(error))
-    failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-    if failed and error is None:
-        raise OtherProcessError(*failed[0])
-
-
 @contextmanager
 def agreeing() -> Iterator[None]:
-    """Let a block, which all processes have to enter together, succeed in all of them or in none; see agree.
+    """Let a block succeed in all processes or in none, under cpu_ram_efficient_loading; all have to enter it together.
 
     Raises:
         OtherProcessError: If it failed in another process only.
@@ -220,9 +202,19 @@ def agreeing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        agree(error)
+        _collect_errors(error)
         raise
-    agree(None)
+    if failed := _collect_errors(None):
+        raise OtherProcessError(*failed[0])
+
+
+def _collect_errors(error: Exception | None) -> list[tuple[int, str]]:
+    """Return which processes failed, and with what message."""
+    if not is_fsdp_enabled():
+        return []
+    messages: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, None if error is None else str(error))
+    return [(rank, message) for rank, message in enumerate(messages) if message is not None]
 
 
 def share_conversion(layers: Iterable[Any], adapter: str) -> None:
