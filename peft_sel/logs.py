@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from peft_sel.conversion import BIAS, HOLDER_NAME
 from peft_sel.layer import SELLayer
+from peft_sel.numerics import mean_value
 from peft_sel.partitioned import gathered
 from peft_sel.sharded import gather
 from peft_sel.structured import StructuredScale, transform_parts
@@ -79,12 +80,7 @@ def _name_role(path: str) -> str:
 def _mean_scale(scale: StructuredScale, beta: Tensor) -> float:
     """Return the mean of a scale over the weight, from its parts alone."""
     own = {name: gather(getattr(scale, name)).to(beta.device) for name in scale.part_names}
-    parts = transform_parts(scale.config, own, beta)
-    if scale.pattern == "lora":
-        low_rank = (parts["b"].mean(-2) * parts["a"].mean(-1)).sum(-1, keepdim=True)
-        return float((parts["base"] + low_rank).mean())
-    means = torch.stack([part.mean(-1) for part in parts.values()])
-    return float((means.prod(0) if scale.pattern == "row_col_mult" else means.sum(0)).mean())
+    return mean_value(scale.pattern, transform_parts(scale.config, own, beta))
 
 
 class SELCallback(TrainerCallback):

@@ -10,7 +10,15 @@ import reference
 import torch
 
 from peft_sel.errors import SELError
-from peft_sel.numerics.scales import PATTERNS, SCALE_NAMES, expand_parts, init_parts, reduce_gradient, start_value
+from peft_sel.numerics.scales import (
+    PATTERNS,
+    SCALE_NAMES,
+    expand_parts,
+    init_parts,
+    mean_value,
+    reduce_gradient,
+    start_value,
+)
 
 SHAPES = ((5, 7), (1, 1), (1, 6), (6, 1))
 RANK = 3
@@ -111,3 +119,14 @@ def test_product_that_starts_at_zero_names_the_patterns_that_work(value: float) 
     """r = c = 0 is a dead saddle: neither factor would get a gradient."""
     with pytest.raises(SELError, match=r"row_col_mult.*global, row, column, row_col_add or lora"):
         init_parts("row_col_mult", value, (2, 2), rank=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pattern", reference.PATTERNS)
+def test_mean_is_that_of_the_whole_scale_and_of_all_in_a_stack(pattern: str, shape: tuple[int, int]) -> None:
+    members = [draw_parts(pattern, shape, seed) for seed in range(3)]
+    wholes = [np.broadcast_to(reference.expand(pattern, parts), shape) for parts in members]
+    bound = 64 * np.finfo(np.float64).eps * max(float(np.abs(whole).max()) for whole in wholes)  # sums of 35 terms
+    assert mean_value(pattern, members[0]) == pytest.approx(float(wholes[0].mean()), rel=0, abs=bound)
+    stack = {name: torch.stack([parts[name] for parts in members]) for name in members[0]}
+    assert mean_value(pattern, stack) == pytest.approx(float(np.mean(wholes)), rel=0, abs=bound)

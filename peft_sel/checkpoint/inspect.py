@@ -28,7 +28,7 @@ from peft_sel.checkpoint.shards import (
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, FLOAT_DTYPES, invert_at_start, rebuild_weight, resolve_beta
 from peft_sel.errors import SELError, list_names, make_line
-from peft_sel.numerics import compute_dtype, expand_parts
+from peft_sel.numerics import compute_dtype, mean_value
 from peft_sel.shapes import to_matrix, vector_config
 from peft_sel.structured import StructuredScale, transform_parts
 from peft_sel.targets import default_target_modules
@@ -239,24 +239,15 @@ def _inspect_module(adapter: Adapter, module: str) -> TensorReport:
                 scale = StructuredScale(name, scale_config, parts["beta"], (1, 1), torch.float32)
                 values = {part.partition(".")[2]: value for part, value in parts.items() if part.startswith(f"{name}.")}
                 values = transform_parts(scale_config, values, parts["beta"])
-                report.scale_means[name] = _mean_scale(scale.pattern, values, stacked) / (scale.start or 1.0)
+                report.scale_means[name] = mean_value(scale.pattern, values) / (scale.start or 1.0)
         if config.r:
             residual = parts["residual_b"] @ parts["residual_a"]
             report.residual_norm = float(torch.linalg.vector_norm(residual)) * abs(config.residual_scaling)
         if broken := [part for part, value in parts.items() if not bool(torch.isfinite(value).all())]:
             report.error = f"NaN or infinite values in {list_names(broken)}"
-    except (ValueError, KeyError, RuntimeError) as error:  # a SELError is a ValueError
+    except (ValueError, LookupError, RuntimeError) as error:  # a SELError is a ValueError
         report.error = f"incomplete or inconsistent ({make_line(str(error))})"
     return report
-
-
-def _mean_scale(pattern: str, parts: dict[str, Tensor], stacked: bool) -> float:
-    """Return the mean of a scale over the weight, over all matrices of a stack."""
-    if not stacked:
-        return float(expand_parts(pattern, parts).mean())
-    members = zip(*(tensor.unbind() for tensor in parts.values()), strict=True)
-    means = [expand_parts(pattern, dict(zip(parts, member, strict=True))).mean() for member in members]
-    return float(torch.stack(means).mean())
 
 
 def _module_shape(adapter: Adapter, module: str) -> tuple[int, ...]:

@@ -147,6 +147,23 @@ def smallest_value(pattern: str, parts: dict[str, Tensor]) -> float:
     return float(combine_factors(pattern, factors).min())
 
 
+def mean_value(pattern: str, parts: dict[str, Tensor]) -> float:
+    """Return the mean of a scale over the weight, over all matrices of a stack, from its parts alone.
+
+    Args:
+        pattern: One of PATTERNS.
+        parts: Parameters as init_parts makes them, or stacks of them, which have one dimension more.
+
+    Returns:
+        The mean.
+    """
+    if pattern == "lora":
+        low_rank = (parts["b"].mean(-2) * parts["a"].mean(-1)).sum(-1, keepdim=True)
+        return float((parts["base"] + low_rank).mean())
+    means = torch.stack([part.mean(-1) for part in parts.values()])
+    return float((means.prod(0) if pattern == "row_col_mult" else means.sum(0)).mean())
+
+
 def reduce_gradient(pattern: str, parts: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
     """Reduce the gradient of an expanded scale to the gradients of its parts: the transpose of expand_parts.
 
