@@ -1,0 +1,83 @@
+"""Does SEL learn better? `python -m benchmarks.learning` trains what the plans still miss, and writes the report.
+
+Runs are processes of one thread each. What is finished is in results/, and is not run again: stop and start at will.
+
+Examples:
+    python -m benchmarks.learning                          # everything that is missing, two runs at a time
+    python -m benchmarks.learning --plans german --list    # what one plan still misses
+    python -m benchmarks.learning --run german sel 0.0004 0 --out /tmp/again   # one run once more
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .plan import RESULTS, Plan, Run, list_missing, load_plan, read_results
+from .trial import load_texts, train, write_result
+
+# The order of the runs; a plan that takes another's best rate comes after it.
+ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128")
+
+
+def start(run: Run, out: Path, threads: int) -> subprocess.Popen[bytes]:
+    """Start a run as a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.learning", "--out", str(out)]
+    command += ["--run", run.plan, run.arm, str(run.rate), str(run.seed)]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+
+
+def list_chosen(plans: dict[str, Plan], chosen: Sequence[str], out: Path) -> list[Run]:
+    """Return the runs of some plans that could start now."""
+    return [run for run in list_missing(plans, read_results(out)) if run.plan in chosen]
+
+
+def run_missing(plans: dict[str, Plan], chosen: Sequence[str], out: Path, workers: int) -> None:
+    """Run what is missing of some plans; a run that fails stops the rest."""
+    for name in chosen:
+        load_texts(plans[name].setting)  # fills the cache before several processes need it
+    running: dict[Run, subprocess.Popen[bytes]] = {}
+    while True:
+        for run, process in list(running.items()):
+            if process.poll() is not None:
+                del running[run]
+                if process.returncode:
+                    sys.exit(f"{run} failed with exit status {process.returncode}")
+        waiting = [run for run in list_chosen(plans, chosen, out) if run not in running]
+        if not waiting and not running:
+            return
+        for run in waiting[: workers - len(running)]:
+            running[run] = start(run, out, max(1, (os.cpu_count() or 1) // workers))
+        time.sleep(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line and do what it asks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--list", action="store_true", help="print the runs that could start now")
+    parser.add_argument("--run", nargs=4, metavar=("PLAN", "ARM", "RATE", "SEED"), help="one run")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args(arguments)
+    plans = {name: load_plan(name) for name in ORDER}
+    if args.run:
+        plan, arm, rate, seed = args.run
+        run = Run(plan, arm, float(rate), int(seed))
+        result = train(plans[plan], run)
+        write_result(args.out / run.file, result)
+        print(run.file, result["final"], f"{result['seconds']:.0f} s", flush=True)
+        return
+    if args.list:
+        print(*(run.file for run in list_chosen(plans, args.plans, args.out)), sep="\n")
+        return
+    run_missing(plans, args.plans, args.out, args.workers)
+
+
+if __name__ == "__main__":
+    main()
