@@ -227,11 +227,11 @@ class WorkerError(SELError):
 
 
 class OutputExistsError(SELError):
-    """The output folder is already there."""
+    """The output folder or file is already there."""
 
     def __init__(self, path: str | Path, option: str = "") -> None:
         replacing = f"; {option} replaces it" if option else ""
-        super().__init__(f"{path} already exists; name another output folder or remove this one first{replacing}")
+        super().__init__(f"{path} already exists; name another output or remove this one first{replacing}")
 
 
 class RecipeError(SELError):
@@ -331,3 +331,19 @@ class NewerFormatError(SELError):
             f"the adapter has format_version {found}, and this peft_sel knows formats up to {known}; "
             "run pip install -U peft-sel"
         )
+
+
+class MissingPackageError(SELError):
+    """A package that one of the extras brings is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f'this needs the package {package}, which is not installed; run pip install "peft-sel[{extra}]"'
+        )
+
+
+class PlotError(SELError):
+    """A figure cannot be drawn from what it is given, or not be written where it should."""
+
+    def __init__(self, what: str | Path, problem: str, way_out: str) -> None:
+        super().__init__(f"{what}: {problem}; {way_out}")

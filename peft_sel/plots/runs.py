@@ -1,0 +1,262 @@
+"""Curves of training runs: what is in their logs, losses with steps to baseline, and the paths of the scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from peft_sel.errors import PlotError, list_names
+from peft_sel.numerics import SCALE_NAMES
+from peft_sel.plots.figures import line_look, list_roles, mark_level, new_figure, sort_roles, styled
+from peft_sel.untrusted import read_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Curve = Sequence[tuple[int, float]]
+STATE_FILE = "trainer_state.json"
+SCALE_PREFIX = "sel/scale/"
+SCALE_TITLES = {
+    "exp_scale": "Exponential scale $e_w$",
+    "linear_scale": "Linear scale $l_w$",
+    "inner_multiplier": "Inner multiplier $m$",
+    "offset": "Offset $n$",
+    "shift": "Shift $s$",
+}
+
+
+def read_logs(path: str | Path) -> list[dict[str, Any]]:
+    """Read the logs of a run from the state that Trainer saves with each checkpoint.
+
+    Args:
+        path: A trainer_state.json, the folder that holds it, or the output folder of a run: its last checkpoint counts.
+
+    Returns:
+        Its log_history.
+
+    Raises:
+        PlotError: If there is none.
+        CheckpointError: If the file is not readable JSON.
+    """
+    path = Path(path)
+    file = path
+    if path.is_dir():
+        last = None if (path / STATE_FILE).is_file() else get_last_checkpoint(str(path))
+        file = Path(last or path) / STATE_FILE
+    if not file.is_file():
+        problem = f"holds no {STATE_FILE}, nor a checkpoint with one" if path.is_dir() else "there is no such file"
+        way_out = "name the output folder of a run that saved a checkpoint, or call trainer.save_state()"
+        raise PlotError(path, problem, way_out)
+    history = read_json(file).get("log_history")
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise PlotError(file, "has no log_history", "name the state that a Trainer saved")
+    return history
+
+
+def collect_curve(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return (step, value) of a key in a log_history."""
+    return [
+        (entry["step"], float(entry[key]))
+        for entry in history
+        if isinstance(entry.get("step"), int) and isinstance(entry.get(key), int | float)
+    ]
+
+
+def read_losses(paths: Sequence[str | Path], key: str = "loss") -> dict[str, list[tuple[int, float]]]:
+    """Read the loss curves of runs.
+
+    Args:
+        paths: As for read_logs.
+        key: What is logged: "loss" in training, "eval_loss" on held-out text.
+
+    Returns:
+        Curves by path.
+
+    Raises:
+        PlotError: If a run has no logs, or not this key in them.
+        CheckpointError: If a file is not readable JSON.
+    """
+    curves = {}
+    for path in paths:
+        history = read_logs(path)
+        curves[str(path)] = collect_curve(history, key)
+        if not curves[str(path)]:
+            losses = {name for entry in history for name in entry if name.endswith("loss")}
+            raise PlotError(path, f"has no {key} in its logs", f"choose one of: {list_names(sorted(losses)) or 'none'}")
+    return curves
+
+
+def find_reaching_step(curve: Curve, loss: float) -> float | None:
+    """Return the step at which a curve first reaches a loss.
+
+    Args:
+        curve: (step, loss) in the order of the steps; points that are not finite are left out.
+        loss: The loss.
+
+    Returns:
+        The step, on the straight line between two points; None if it never does.
+    """
+    points = [(step, value) for step, value in curve if math.isfinite(value)]
+    if points and points[0][1] <= loss:
+        return float(points[0][0])
+    for (step, value), (next_step, next_value) in pairwise(points):
+        if value > loss >= next_value:
+            return step + (value - loss) / (value - next_value) * (next_step - step)
+    return None
+
+
+@styled
+def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None) -> Figure:
+    """Draw loss curves, and mark where each reaches the final loss of a baseline (the paper's Fig. 4).
+
+    The legend holds the figures: each arm's final loss, the step at which its curve first reaches the baseline's final
+    loss (see find_reaching_step), and how many times fewer steps that is. The axis of the losses ends where the last
+    three quarters of the steps do, so that the fall at the start does not press the rest together.
+
+    Args:
+        curves: By name of the arm, (step, loss in nats per token) in the order of the steps.
+        baseline: The arm to compare with; None for curves alone.
+
+    Returns:
+        The figure.
+
+    Raises:
+        PlotError: If there is no curve, one has no finite loss, or the baseline is not among them or diverged.
+        MissingPackageError: If matplotlib is not installed.
+
+    Example:
+        >>> plot_loss_curves({"AdamW": [(0, 4.0), (80, 2.7)], "SEL": [(0, 4.0), (80, 2.6)]}, "AdamW")  # doctest: +SKIP
+    """
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    draw_losses(axes, curves, baseline)
+    heading = "final loss"
+    if baseline is not None:
+        heading += f"; first step at the final loss of {baseline} (how many times fewer steps)"
+    figure.legend(loc="outside upper left", title=heading, alignment="left", ncols=1 + (len(curves) > 5))
+    return figure
+
+
+def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -> None:
+    """Draw what plot_loss_curves shows into a panel.
+
+    Args:
+        axes: The panel.
+        curves: As for plot_loss_curves.
+        baseline: As for plot_loss_curves.
+
+    Raises:
+        PlotError: As for plot_loss_curves.
+    """
+    if not curves:
+        raise PlotError("curves", "there is none", "give at least one")
+    for name, curve in curves.items():
+        if not any(math.isfinite(value) for _, value in curve):
+            raise PlotError(name, "its curve has no finite loss", "leave it out")
+    if baseline is not None and baseline not in curves:
+        raise PlotError(baseline, "is the baseline, and no curve of that name is given", f"one of {list_names(curves)}")
+    level = None if baseline is None else curves[baseline][-1][1]
+    if level is not None and not math.isfinite(level):
+        raise PlotError(baseline or "", "is the baseline, and diverged", "compare with another")
+    others = [name for name in curves if name != baseline]
+    for name, curve in curves.items():
+        steps, losses = zip(*curve, strict=True)
+        look = {"color": "#000000", "linestyle": "-"} if name == baseline else line_look(others.index(name) % 6)
+        label = f"{name}: {losses[-1]:.3f}" if math.isfinite(losses[-1]) else f"{name}: diverged"
+        if level is not None and name != baseline:
+            reached = find_reaching_step(curve, level)
+            label += "; not reached" if reached is None else f"; step {reached:.0f}"
+            if reached:
+                label += f" ({curves[baseline or ''][-1][0] / reached:.2f}x)"
+            if reached is not None:
+                axes.plot([reached], [level], marker="o", markersize=5, color=look["color"], zorder=3)
+        axes.plot(steps, losses, label=label, zorder=2.5 if name == baseline else 2, **look)
+    if level is not None:
+        mark_level(axes, level)
+    _limit_losses(axes, curves)
+    axes.set_xlabel("Optimizer step")
+    axes.set_ylabel("Loss (nats per token)")
+
+
+def _limit_losses(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    """End the axis at the largest loss after a quarter of the steps, of arms that did not diverge, or at the start."""
+    points = [(step, value) for curve in curves.values() for step, value in curve if math.isfinite(value)]
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    whole = [curve for curve in curves.values() if math.isfinite(curve[-1][1])] or curves.values()
+    late = [value for curve in whole for step, value in curve if step >= first + (last - first) / 4]
+    starts = [next(value for _, value in curve if math.isfinite(value)) for curve in curves.values()]
+    low, high = min(value for _, value in points), min(max(filter(math.isfinite, late), default=math.inf), max(starts))
+    margin = 0.04 * (high - low) or 0.01
+    axes.set_ylim(low - margin, high + margin)
+
+
+@styled
+def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Curve]) -> Figure:
+    """Draw how the scales moved in a run, one panel for each scale and one line for each module role (Fig. 6).
+
+    Args:
+        logs: trainer.state.log_history of a run of SELTrainer or with SELCallback, what read_logs returns; or curves
+            by "<scale>/<role>", as collect_scale_means names them, with or without "sel/scale/" before.
+
+    Returns:
+        The figure. Values are means over the weights of a role, relative to their start, or the means themselves where
+        they start at 0.
+
+    Raises:
+        PlotError: If there is no scale in the logs.
+        MissingPackageError: If matplotlib is not installed.
+
+    Example:
+        >>> plot_scale_trajectories(trainer.state.log_history)  # doctest: +SKIP
+    """
+    if not isinstance(logs, Mapping):
+        keys = dict.fromkeys(key for entry in logs for key in entry if key.startswith(SCALE_PREFIX))
+        logs = {key: collect_curve(logs, key) for key in keys}
+    panels: dict[str, dict[str, Curve]] = {name: {} for name in SCALE_NAMES}
+    for key, curve in logs.items():
+        scale, _, role = key.removeprefix(SCALE_PREFIX).partition("/")
+        if scale not in panels or not role or not curve:
+            raise PlotError(key, "is no curve of a scale", f"name it <scale>/<role>, scale one of {', '.join(panels)}")
+        panels[scale][role] = curve
+    panels = {name: lines for name, lines in panels.items() if lines}
+    if not panels:
+        raise PlotError("the logs", "hold no sel/scale/...", "train with SELTrainer, or with SELCallback in callbacks")
+    roles = sort_roles(role for lines in panels.values() for role in lines)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(2.7 * columns + 1.2, 2.5 * rows + 0.2)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
+    for axes, (scale, lines) in zip(grid.flat, panels.items(), strict=False):
+        _draw_trajectories(axes, lines, roles)
+        axes.set_title(SCALE_TITLES[scale])
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for column in range(columns):  # the lowest panel of each
+        lowest = grid[rows - 1 if (rows - 1) * columns + column < len(panels) else rows - 2][column]
+        lowest.set_xlabel("Optimizer step")
+        lowest.tick_params(labelbottom=True)
+        lowest.xaxis.get_major_locator().set_params(integer=True)
+    list_roles(figure, roles)
+    return figure
+
+
+def _draw_trajectories(axes: Axes, lines: Mapping[str, Curve], roles: Sequence[str]) -> None:
+    """Draw one scale's panel."""
+    start = next(iter(lines.values()))[0][1]
+    reference = 1.0 if start > 0.5 else 0.0
+    values = [reference]
+    for role, curve in lines.items():
+        steps, means = zip(*curve, strict=True)
+        axes.plot(steps, means, label=role, **line_look(roles.index(role)))
+        values += [mean for mean in means if math.isfinite(mean)]
+    mark_level(axes, reference)
+    margin = max(0.05 * (max(values) - min(values)), 0.002)  # room around a scale that stands still
+    axes.set_ylim(min(values) - margin, max(values) + margin)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.set_ylabel("Mean / start" if reference else "Mean")
