@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 from packaging.version import Version
 from peft import PeftConfig, PeftType
 
-from peft_sel.adapter_files import CARD_FILE, check_files, replaced_files, write_card
+from peft_sel.adapter_files import check_files, replaced_files
+from peft_sel.card import AdapterContents, copy_card, write_card
 from peft_sel.errors import CheckpointError, ConfigError, NewerFormatError, NewerVersionError
 from peft_sel.numerics import (
     FAMILY_SCALES,
@@ -163,6 +163,7 @@ class SELConfig(PeftConfig):
     base_fingerprint: dict[str, str] = field(default_factory=dict, repr=False)
     check_base: bool = field(default=True, compare=False)
     awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
+    contents: ClassVar[AdapterContents | None] = None  # of what was saved last, for the model card
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -365,16 +366,15 @@ class SELConfig(PeftConfig):
             **kwargs: Passed on to PeftConfig.save_pretrained.
 
         Raises:
-            CheckpointError: If save_directory is a file.
+            CheckpointError: If save_directory is a file, or the README.md in it no model card.
         """
         folder = Path(save_directory)
         if folder.is_file():
             raise CheckpointError(folder, "is a file, not a folder", "name a folder for the adapter")
         with replaced_files(folder) as unfinished:
             super().save_pretrained(str(unfinished), **kwargs)
-            if (folder / CARD_FILE).exists():
-                shutil.copyfile(folder / CARD_FILE, unfinished / CARD_FILE)
-            write_card(unfinished, self.base_model_name_or_path)
+            copy_card(folder, unfinished)
+            write_card(unfinished, self.contents)
 
 
 def _check_version(made_by: str | None) -> str:
