@@ -1,21 +1,19 @@
-"""SELConfig and ScaleConfig: what a user can choose, checked where it is written down."""
+"""SELConfig: what a user can choose, checked where it is written down."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import Version
 from peft import PeftConfig, PeftType
 
 from peft_sel.adapter_files import check_files, replaced_files
 from peft_sel.card import AdapterContents, copy_card, write_card
-from peft_sel.errors import CheckpointError, ConfigError, NewerFormatError, NewerVersionError
+from peft_sel.errors import CheckpointError, ConfigError, NewerFormatError
 from peft_sel.numerics import (
     FAMILY_SCALES,
     INITS,
@@ -31,9 +29,11 @@ from peft_sel.scale_config import (
     ScaleConfig,
     check_family_scales,
     check_multiplier,
+    check_starts,
+    parse_scale,
     resolve_scale,
 )
-from peft_sel.untrusted import check_fields, read_json
+from peft_sel.untrusted import check_fields, check_version, read_json
 
 RAW_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIASES = ("none", "sel_only", "all")
@@ -167,7 +167,7 @@ class SELConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_sel_version = _check_version(self.peft_sel_version)
+        self.peft_sel_version = check_version(self.peft_sel_version)
         if isinstance(self.format_version, int) and self.format_version > FORMAT_VERSION:
             raise NewerFormatError(self.format_version, FORMAT_VERSION)
         if isinstance(self.target_parameters, str):
@@ -190,23 +190,13 @@ class SELConfig(PeftConfig):
         if self.linear_scale == DEFAULT:
             self.linear_scale = ScaleConfig() if "linear_scale" in FAMILY_SCALES[self.family] else None
         for name in SCALE_NAMES:
-            setattr(self, name, self._parse_scale(name, getattr(self, name)))
+            setattr(self, name, parse_scale(name, getattr(self, name)))
         scales: dict[str, Any] = {name: getattr(self, name) for name in SCALE_NAMES}
         check_family_scales(self.family, scales)
         check_multiplier(scales["inner_multiplier"], self.log_curvature, self.normalize_by_inner_mult)
         self._check_numbers()
         self._check_combinations()
-
-    @staticmethod
-    def _parse_scale(name: str, value: Any) -> ScaleConfig | None:
-        if value is None or isinstance(value, ScaleConfig):
-            return value
-        try:
-            return ScaleConfig(pattern=value) if isinstance(value, str) else ScaleConfig(**value)
-        except TypeError as error:
-            raise ConfigError(name, value, f"not a ScaleConfig ({error})") from error
-        except ConfigError as error:
-            raise ConfigError(f"{name}.{error.field}", error.value, error.reason) from error
+        check_starts(self.family, scales)
 
     def _check_numbers(self) -> None:
         if isinstance(self.beta, str):
@@ -262,35 +252,6 @@ class SELConfig(PeftConfig):
                 self.layers_to_transform,
                 "does not reach target_parameters; name the layers there, as in '0.mlp.experts.down_proj'",
             )
-        shift_start = self.shift.init if isinstance(self.shift, ScaleConfig) else None
-        if shift_start not in (None, 0, 0.0):
-            raise ConfigError(
-                "shift", shift_start, "must start at 0: any other start leaves small weights without a raw one"
-            )
-        for name, minimum in (
-            ("exp_scale", "above 0"),
-            ("inner_multiplier", "above 0"),
-            ("linear_scale", "at 0 or above"),
-        ):
-            scale = getattr(self, name)
-            start = None if scale is None else scale.init
-            if start is not None and (start < 0 or (start == 0 and minimum == "above 0")):
-                raise ConfigError(name, start, f"must start {minimum}")
-            if start == 0 and scale.pattern == "row_col_mult":
-                raise ConfigError(
-                    name, start, "a product of rows and columns that starts at 0 gets no gradient; use row"
-                )
-        for name in ("shift", "offset") if self.family == "symexp" else ():
-            scale = getattr(self, name)
-            if scale is not None and scale.transform == "exp" and not scale.init:
-                raise ConfigError(name, scale.transform, "a start of 0 has no logarithm; use transform=None")
-            if scale is not None and scale.pattern == "row_col_mult" and not scale.init:
-                raise ConfigError(
-                    name,
-                    scale.pattern,
-                    "a product of rows and columns that starts at 0 gets no gradient; use global, row, column, "
-                    "row_col_add or lora",
-                )
 
     @property
     def residual_scaling(self) -> float:
@@ -375,17 +336,3 @@ class SELConfig(PeftConfig):
             super().save_pretrained(str(unfinished), **kwargs)
             copy_card(folder, unfinished)
             write_card(unfinished, self.contents)
-
-
-def _check_version(made_by: str | None) -> str:
-    """Return the version that made a configuration, the installed one if it is new; refuse a newer one."""
-    installed = version("peft_sel")
-    if made_by is None:
-        return installed
-    try:
-        newer = Version(made_by).release[:2] > Version(installed).release[:2]
-    except (ValueError, TypeError) as error:  # InvalidVersion, or a number of too many digits
-        raise ConfigError("peft_sel_version", made_by, "is no version number; leave it to peft_sel") from error
-    if newer:
-        raise NewerVersionError(made_by, installed)
-    return made_by

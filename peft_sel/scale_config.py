@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from peft_sel.errors import ConfigError
 from peft_sel.numerics import FAMILY_SCALES, PATTERNS, check_choice
@@ -76,6 +76,29 @@ class ResolvedScale(ScaleConfig):
     family: str = "symexp"
     divisor: Literal["beta", "linear_beta"] | None = None
     divides: bool = False
+
+
+def parse_scale(name: str, value: Any) -> ScaleConfig | None:
+    """Return the ScaleConfig that was chosen for a scale.
+
+    Args:
+        name: Name of the scale.
+        value: A ScaleConfig, its fields as a dictionary, a pattern name, or None.
+
+    Returns:
+        The ScaleConfig; None for None.
+
+    Raises:
+        ConfigError: If it is none, or cannot work.
+    """
+    if value is None or isinstance(value, ScaleConfig):
+        return value
+    try:
+        return ScaleConfig(pattern=value) if isinstance(value, str) else ScaleConfig(**value)
+    except TypeError as error:
+        raise ConfigError(name, value, f"not a ScaleConfig ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error.field}", error.value, error.reason) from error
 
 
 def resolve_scale(
@@ -161,3 +184,45 @@ def check_multiplier(multiplier: ScaleConfig | None, log_curvature: bool, normal
             f"a sum ({multiplier.pattern}) has no logarithm part by part; make inner_multiplier global, row, column or "
             "row_col_mult",
         )
+
+
+def check_starts(family: str, scales: dict[str, ScaleConfig | None]) -> None:
+    """Check that each scale starts where the weights have an inverse and it has a gradient.
+
+    Args:
+        family: The family.
+        scales: Every scale by name, None where it is fixed or left out.
+
+    Raises:
+        ConfigError: If one does not.
+    """
+    shift = scales["shift"]
+    if shift is not None and shift.init:
+        raise ConfigError(
+            "shift", shift.init, "must start at 0: any other start leaves small weights without a raw one"
+        )
+    for name, minimum in (
+        ("exp_scale", "above 0"),
+        ("inner_multiplier", "above 0"),
+        ("linear_scale", "at 0 or above"),
+    ):
+        scale = scales[name]
+        if scale is None or scale.init is None:
+            continue
+        if scale.init < 0 or (scale.init == 0 and minimum == "above 0"):
+            raise ConfigError(name, scale.init, f"must start {minimum}")
+        if scale.init == 0 and scale.pattern == "row_col_mult":
+            raise ConfigError(
+                name, scale.init, "a product of rows and columns that starts at 0 gets no gradient; use row"
+            )
+    for name in ("shift", "offset") if family == "symexp" else ():
+        scale = scales[name]
+        if scale is not None and scale.transform == "exp" and not scale.init:
+            raise ConfigError(name, scale.transform, "a start of 0 has no logarithm; use transform=None")
+        if scale is not None and scale.pattern == "row_col_mult" and not scale.init:
+            raise ConfigError(
+                name,
+                scale.pattern,
+                "a product of rows and columns that starts at 0 gets no gradient; use global, row, column, "
+                "row_col_add or lora",
+            )
