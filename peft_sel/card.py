@@ -26,6 +26,7 @@ from peft_sel.numerics import SCALE_NAMES
 from peft_sel.untrusted import read_json
 
 CARD_FILE = "README.md"
+TAG = "symexplin"
 HEADING = "## How to load this adapter"
 SECTION = re.compile(
     r"<!-- peft_sel writes this section .*? \((?P<digest>[0-9a-f]{16})\) -->\r?\n"
@@ -98,7 +99,7 @@ def write_card(folder: Path, contents: AdapterContents | None) -> None:
     data: Any = card.data
     data.library_name = "peft"
     data.base_model = data.base_model or base
-    data.tags = [*(data.tags or []), "symexplin"]
+    data.tags = [*(data.tags or []), TAG]
     _drop_local_base(data)
     text = _make_section(settings, contents)
     section = SECTION_FORM.format(digest=_digest(text), text=text)
@@ -125,6 +126,7 @@ def update_card(folder: Path, update: Callable[[Path], None]) -> None:
         update(unfinished)
         card = read_card(unfinished / CARD_FILE)
         data: Any = card.data
+        data.tags = [*(data.tags or []), TAG]
         is_same_base = before is not None and _quote(data.base_model) in before.text
         _drop_local_base(data)
         if before is not None:

@@ -52,7 +52,7 @@ class SELConfig(PeftConfig):
 
     No default has been chosen by a measurement of learning yet. Those marked (open) stand on the paper, which trains
     from scratch, or on first readings on real weights: SmolLM2-135M, German manual pages, 60 steps of 512 tokens, one
-    seed, held-out loss from 3.493. benchmarks/learning is to decide them.
+    seed, mode congruent, held-out loss from 3.493. benchmarks/learning is to decide them.
 
     Attributes:
         task_type: PEFT's: "CAUSAL_LM" and so on, which chooses the wrapper. Default None: a plain PeftModel.
@@ -62,8 +62,9 @@ class SELConfig(PeftConfig):
         base_model_name_or_path: Set by get_peft_model: the base. Default None.
         revision: Of the base on the hub. Default None: its newest.
         inference_mode: Whether the adapter is frozen; set by PEFT as it saves and loads. Default False.
-        target_modules: Names or a regex of the modules to convert, or "all-linear". Default None: the linear
-            projections in the blocks of the model type, which hold most of its weights.
+        target_modules: Names or a regex of the modules to convert, or "all-linear". Default None: all
+            linear projections of the blocks for Llama, Qwen, Gemma, BERT, T5 and their kin, since these hold most of
+            the weights; for other model types what PEFT's LoRA takes.
         exclude_modules: Names or a regex of modules to leave out. Default None.
         target_parameters: Names, or their ends after a dot, of parameters to convert that are no module's weight, such
             as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: each matrix of a stack (num_experts, d_out, d_in)
