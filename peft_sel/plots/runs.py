@@ -84,6 +84,8 @@ def read_losses(paths: Sequence[str | Path], key: str = "loss") -> dict[str, lis
     """
     curves = {}
     for path in paths:
+        if str(path) in curves:
+            raise PlotError(path, "is named twice", "name each run once")
         history = read_logs(path)
         curves[str(path)] = collect_curve(history, key)
         if not curves[str(path)]:
@@ -136,10 +138,7 @@ def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None) -
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     draw_losses(axes, curves, baseline)
-    heading = "final loss"
-    if baseline is not None:
-        heading += f"; first step at the final loss of {baseline} (how many times fewer steps)"
-    figure.legend(loc="outside upper left", title=heading, alignment="left", ncols=1 + (len(curves) > 5))
+    list_losses(axes, baseline, columns=1 + (len(curves) > 5))
     return figure
 
 
@@ -160,7 +159,8 @@ def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -
         if not any(math.isfinite(value) for _, value in curve):
             raise PlotError(name, "its curve has no finite loss", "leave it out")
     if baseline is not None and baseline not in curves:
-        raise PlotError(baseline, "is the baseline, and no curve of that name is given", f"one of {list_names(curves)}")
+        problem = "is the baseline, and no curve of that name is given"
+        raise PlotError(baseline, problem, f"choose one of {list_names(curves)}")
     level = None if baseline is None else curves[baseline][-1][1]
     if level is not None and not math.isfinite(level):
         raise PlotError(baseline or "", "is the baseline, and diverged", "compare with another")
@@ -182,6 +182,14 @@ def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -
     _limit_losses(axes, curves)
     axes.set_xlabel("Optimizer step")
     axes.set_ylabel("Loss (nats per token)")
+
+
+def list_losses(axes: Axes, baseline: str | None, columns: int) -> None:
+    """Put the legend of draw_losses above its panel."""
+    heading = "final loss"
+    if baseline is not None:
+        heading += f"; first step at the final loss of {baseline}\n(how many times fewer steps)"
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), title=heading, alignment="left", ncols=columns)
 
 
 def _limit_losses(axes: Axes, curves: Mapping[str, Curve]) -> None:
