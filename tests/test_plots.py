@@ -405,7 +405,7 @@ def test_every_kind_writes_png_and_svg(
 def test_same_bytes_whatever_the_users_style(tmp_path: Path) -> None:
     files = [tmp_path / f"{index}{suffix}" for suffix in (".svg", ".png") for index in (0, 1)]
     for index, file in enumerate(files):
-        with matplotlib.rc_context({"font.size": 20, "axes.grid": False} if index % 2 else {}):
+        with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "black"} if index % 2 else {}):
             plots.save_figure(plots.plot_linear_path(), file)
             assert matplotlib.rcParams["font.size"] == (20 if index % 2 else 10)
     contents = [file.read_bytes() for file in files]

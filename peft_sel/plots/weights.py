@@ -158,6 +158,8 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
         axes.set_xlabel(title)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4)
     grid[0].set_ylabel("Density")
+    low, high = grid[0].get_ylim()
+    grid[0].set_ylim(min(low, high / 1000), high * 1.5)  # so that an even distribution looks even
     return figure
 
 
