@@ -1,4 +1,4 @@
-"""The command line: `peft-sel train | merge | export | inspect | demo`."""
+"""The command line: `peft-sel train | merge | export | inspect | plot | demo`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import os
 import sys
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TextIO
 
 from peft_sel.checkpoint import MergeReport
 from peft_sel.errors import SELError
+from peft_sel.numerics import MODES
 
 DESCRIPTION = """\
 Train transformer weights in SymExpLin (SEL) space and fold them back into an ordinary checkpoint.
@@ -21,6 +23,7 @@ Train transformer weights in SymExpLin (SEL) space and fold them back into an or
   merge     fold trained adapters into their base checkpoint
   export    write the effective weights of an adapter alone, in two bytes each
   inspect   show what is in a checkpoint or an adapter, and what a conversion would do
+  plot      draw the paper's figures of your runs, adapters and checkpoints
   demo      see all of it happen on a real model, in a few minutes
 
 New here? Start with: peft-sel demo"""
@@ -73,6 +76,13 @@ beta and how far its scales have moved since the start of the training.
 
 example:
   peft-sel inspect runs/demo/adapter"""
+
+PLOT = """\
+Draw one of the paper's figures into FILE, as PNG, or as SVG whose text stays text. A RUN is the output folder of a
+training that saved checkpoints, one of these, or a trainer_state.json. `peft-sel plot KIND --help` says more.
+
+example:
+  peft-sel plot weights Qwen/Qwen3-0.6B runs/demo/adapter --tensor q_proj -o weights.svg"""
 
 DEMO = """\
 Go the whole way on a real model: convert it, check that a merge before training gives back every bit, train a few
@@ -153,6 +163,8 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     inspect.set_defaults(run=run_inspect)
 
+    add_plots(commands.add_parser("plot", description=PLOT, formatter_class=layout))
+
     demo = commands.add_parser("demo", description=DEMO, formatter_class=layout)
     demo.add_argument("--model", metavar="ID_OR_PATH", help="another causal language model")
     demo.add_argument("--data", metavar="FILE_OR_DATASET", help="other text: a .txt, .jsonl or .parquet file, or an id")
@@ -162,6 +174,41 @@ def make_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=run_demo)
     return parser
+
+
+def add_plots(plot: argparse.ArgumentParser) -> None:
+    """Add the kinds of figures to the parser of `peft-sel plot`."""
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("-o", "--out", metavar="FILE", required=True, help="file to create, .png or .svg")
+    output.add_argument("--overwrite", action="store_true", help="replace FILE")
+    plot.set_defaults(run=run_plot)
+    kinds = plot.add_subparsers(metavar="KIND", dest="kind", required=True)
+
+    def add(kind: str, text: str) -> argparse.ArgumentParser:
+        return kinds.add_parser(kind, help=text, description=f"Draw {text}.", parents=[output])
+
+    transform = add("transform", "the map from raw to effective weights, and its slope")
+    transform.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="modes (all)")
+    transform.add_argument("--beta", nargs="+", type=float, default=[7.5], help="curvatures (7.5)")
+    transform.add_argument("--offset", nargs="+", type=float, default=[0.0], help="values of n (0)")
+    weights = add("weights", "distributions of raw and effective weights, before and after a training")
+    weights.add_argument("base", metavar="BASE", help="folder of the base checkpoint, or its id on the hub")
+    weights.add_argument("adapter", metavar="ADAPTER", nargs="?", help="folder of an adapter, or its id on the hub")
+    weights.add_argument(
+        "--tensor", metavar="NAME", required=True, help="a tensor, a role such as q_proj, or a regular expression"
+    )
+    weights.add_argument("--any-base", action="store_true", help="go on even where ADAPTER was made from another base")
+    scales = add("scales", "how the scales moved in a run")
+    scales.add_argument("run_dir", metavar="RUN", help="a run of SELTrainer or SELCallback")
+    learned = add("learned", "what an adapter has made of the map, by module role")
+    learned.add_argument("adapter", metavar="ADAPTER", help="folder of the adapter, or its id on the hub")
+    losses = add("losses", "loss curves, and the steps to the final loss of a baseline")
+    linear = add("linear", "the linear path's share of effective weights, and runs of its ablation")
+    linear.add_argument("--beta", nargs="+", type=float, default=[7.5, 13.5, 19.1], help="curvatures (7.5 13.5 19.1)")
+    for kind, count in ((losses, "+"), (linear, "*")):
+        kind.add_argument("runs", metavar="RUN", nargs=count, type=Path, help="runs to compare")
+        kind.add_argument("--baseline", metavar="RUN", type=Path, help="which of them the others are compared with")
+        kind.add_argument("--key", default="loss", help="what of the logs: loss (default), eval_loss")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -265,6 +312,39 @@ def without_infinities(report: dict[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in report.items()
     }
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """Run `peft-sel plot`."""
+    from peft_sel.plots import check_figure_path, save_figure
+
+    check_figure_path(args.out, args.overwrite)
+    save_figure(draw_figure(args), args.out, overwrite=args.overwrite)
+    print(f"figure: {args.out}")
+    return 0
+
+
+def draw_figure(args: argparse.Namespace) -> Any:
+    """Return the figure of a kind."""
+    from peft_sel import plots
+    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
+
+    if args.kind == "transform":
+        return plots.plot_transform(args.mode, args.beta, args.offset)
+    if args.kind == "scales":
+        return plots.plot_scale_trajectories(plots.read_logs(args.run_dir))
+    if args.kind in ("losses", "linear"):
+        curves = plots.read_losses(args.runs, args.key)
+        baseline = None if args.baseline is None else str(args.baseline)
+        if args.kind == "losses":
+            return plots.plot_loss_curves(curves, baseline)
+        return plots.plot_linear_path(args.beta, curves, baseline)
+    adapter = resolve_checkpoint(args.adapter, patterns=ADAPTER_PATTERNS) if args.adapter is not None else None
+    if args.kind == "weights":
+        base, options = resolve_checkpoint(args.base), {"tensor": args.tensor, "check_base": not args.any_base}
+        return plots.plot_weight_distribution(*plots.read_weight_distributions(base, adapter, **options))
+    assert adapter is not None
+    return plots.plot_learned_transform(adapter)
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -63,14 +63,14 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
                 for adapter in layer.active_adapters:
                     for name, scale in layer.scales(adapter).items():
                         if any(part.requires_grad for part in scale.parameters()):
-                            key = f"{name}/{_name_role(path)}"
+                            key = f"{name}/{name_role(path)}"
                             scale.check_sign(layer.weight_name)
                             mean = _mean_scale(scale, layer.symexplin_beta[adapter])
                             found.setdefault(key, []).append(mean / (scale.start or 1.0))
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def _name_role(path: str) -> str:
+def name_role(path: str) -> str:
     """Return the last part of a module's or parameter's name; of a bias the last two, as in "q_proj.bias"."""
     owner, _, name = path.rpartition(f".{HOLDER_NAME}.")
     last = path.rpartition(".")[2]
