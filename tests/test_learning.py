@@ -1,9 +1,13 @@
 """benchmarks/learning: which runs are made, what is said of them, and that a run repeats bit for bit."""
 
+from __future__ import annotations
+
 import json
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,35 +24,34 @@ TINY_SETTING = plan.Setting(
 )
 
 
-def make_plan(**chosen):
+def make_plan(**chosen: plan.Arm) -> plan.Plan:
     return plan.Plan("p", SETTING, next(iter(chosen)), chosen, tuple(chosen), (0, 1, 2))
 
 
-def make_result(arm, rate, loss, seed=0, steps=8):
+def make_result(arm: str, rate: float, loss: float, seed: int = 0, steps: int = 8) -> dict[str, Any]:
     curve = [{"step": 0, "loss": 4.0}, {"step": 4, "loss": loss + 0.5}, {"step": steps, "loss": loss}]
-    final = None if loss is None else {"text": loss}
     return {
         "plan": "p",
         "arm": arm,
         "rate": rate,
         "seed": seed,
         "steps": steps,
-        "final": final,
+        "final": {"text": loss},
         "curve": curve,
         "trained_parameters": 10,
     }
 
 
-def as_results(*results):
+def as_results(*results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {plan.Run(r["plan"], r["arm"], r["rate"], r["seed"]).file: r for r in results}
 
 
-def list_rates(plans, results):
+def list_rates(plans: dict[str, plan.Plan], results: dict[str, dict[str, Any]]) -> list[tuple[str, float, int]]:
     return [(run.arm, run.rate, run.seed) for run in plan.list_missing(plans, results)]
 
 
 @pytest.mark.parametrize(("minimum", "first_more"), [(0.1, 4e-3), (1e-5, 2.5e-4)])
-def test_a_sweep_goes_on_until_the_best_rate_is_inside(minimum, first_more):
+def test_a_sweep_goes_on_until_the_best_rate_is_inside(minimum: float, first_more: float) -> None:
     plans = {"p": make_plan(a=plan.Arm("full", sweep=1e-3))}
     done, asked = [], []
     while missing := [entry for entry in list_rates(plans, as_results(*done)) if entry[2] == 0]:
@@ -61,7 +64,7 @@ def test_a_sweep_goes_on_until_the_best_rate_is_inside(minimum, first_more):
     assert rates[0] < best < rates[-1] or len(rates) == plan.MAX_SWEEP
 
 
-def test_seeds_and_dependent_rates_wait_for_the_best_rate():
+def test_seeds_and_dependent_rates_wait_for_the_best_rate() -> None:
     arm = plan.Arm("sel", rate_of="p/a", times=(0.5, 1.0))
     plans = {"p": replace(make_plan(a=plan.Arm("full", sweep=1e-3), b=arm))}
     two = [make_result("a", 5e-4, 3.0), make_result("a", 1e-3, 2.0)]
@@ -73,8 +76,8 @@ def test_seeds_and_dependent_rates_wait_for_the_best_rate():
     assert list_rates(plans, as_results(*done))[-2:] == [("b", 5e-4, 1), ("b", 5e-4, 2)]
 
 
-def test_finalists_of_all_plans_come_before_other_arms():
-    def make(name):
+def test_finalists_of_all_plans_come_before_other_arms() -> None:
+    def make(name: str) -> plan.Plan:
         chosen = {"a": plan.Arm("full", rate=1e-3), "b": plan.Arm("full", rate=1e-3)}
         return plan.Plan(name, SETTING, "b", chosen, ("b",), (0, 1))
 
@@ -83,14 +86,14 @@ def test_finalists_of_all_plans_come_before_other_arms():
     assert [(run.plan, run.arm, run.seed) for run in runs] == expected
 
 
-def test_a_run_that_diverged_is_no_best_rate():
+def test_a_run_that_diverged_is_no_best_rate() -> None:
     results = as_results(make_result("a", 5e-4, 3.0), make_result("a", 1e-3, 2.0), make_result("a", 2e-3, 2.5))
     results["p/a-lr0.001-seed0.json"]["final"] = None
     assert plan.losses_by_rate(results, "p", "a", 0)[1e-3] == math.inf
     assert plan.find_best_rate(plan.losses_by_rate(results, "p", "a", 0)) is None
 
 
-def test_every_plan_is_valid_and_names_arms_that_exist():
+def test_every_plan_is_valid_and_names_arms_that_exist() -> None:
     plans = {name: plan.load_plan(name) for name in command.ORDER}
     assert sorted(command.ORDER) == sorted(file.stem for file in plan.PLANS.glob("*.yaml"))
     for number, chosen in enumerate(plans.values()):
@@ -101,13 +104,13 @@ def test_every_plan_is_valid_and_names_arms_that_exist():
             assert other in plans[origin].arms
 
 
-def test_an_unknown_key_of_a_plan_is_an_error(tmp_path):
+def test_an_unknown_key_of_a_plan_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("setting: {model: smollm2, text: pydoc, stepz: 3}\nbaseline: a\narms: {}\n")
     with pytest.raises(SystemExit, match="setting: unknown key stepz; known are"):
         plan.load_plan("p", tmp_path)
 
 
-def test_paired_intervals_are_those_of_students_t():
+def test_paired_intervals_are_those_of_students_t() -> None:
     found = analysis.compare_pairs({0: 1.0, 1: 2.2, 2: 3.1, 7: 9.0}, {0: 1.5, 1: 2.5, 2: 3.5})
     differences = [-0.5, -0.3, -0.4]
     assert found.mean == pytest.approx(statistics.mean(differences))
@@ -118,7 +121,7 @@ def test_paired_intervals_are_those_of_students_t():
     assert analysis.compare_pairs({0: 2.0, 1: 3.0}, {0: 1.0, 1: 1.99}).verdict == "worse"
 
 
-def test_step_ratios_interpolate_the_baseline_in_log_steps():
+def test_step_ratios_interpolate_the_baseline_in_log_steps() -> None:
     by_steps = {40: 3.0, 80: 2.0, 160: 1.5}
     assert analysis.find_equal_steps(2.0, by_steps) == pytest.approx(80)
     assert analysis.find_equal_steps(1.75, by_steps) == pytest.approx(math.sqrt(80 * 160))
@@ -126,7 +129,7 @@ def test_step_ratios_interpolate_the_baseline_in_log_steps():
     assert analysis.find_equal_steps(1.0, by_steps) == math.inf
 
 
-def test_relative_adam_scales_the_step_of_adamw():
+def test_relative_adam_scales_the_step_of_adamw() -> None:
     weight = torch.randn(5, 7) ** 3
     gradients = [torch.randn(5, 7) for _ in range(3)]
     relative, bias = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
@@ -145,7 +148,7 @@ def test_relative_adam_scales_the_step_of_adamw():
     assert (bias < 1 - 0.029).all()
 
 
-def test_powerpropagation_starts_at_the_weight():
+def test_powerpropagation_starts_at_the_weight() -> None:
     weight = torch.randn(64, 64) ** 3
     power = arms.SignedPower(2.0)
     torch.testing.assert_close(power(power.right_inverse(weight)), weight, rtol=4e-7, atol=0)
@@ -161,7 +164,7 @@ def test_powerpropagation_starts_at_the_weight():
     ],
     ids=lambda arm: arm.method,
 )
-def test_a_run_learns_and_repeats_bit_for_bit(arm, monkeypatch, tmp_path):
+def test_a_run_learns_and_repeats_bit_for_bit(arm: plan.Arm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(texts, "VOCABULARY", 300)
     chosen = plan.Plan("p", TINY_SETTING, "a", {"a": arm})
@@ -177,7 +180,7 @@ def test_a_run_learns_and_repeats_bit_for_bit(arm, monkeypatch, tmp_path):
     assert list(plan.list_missing({"p": chosen}, plan.read_results(tmp_path))) == []
 
 
-def test_seeds_decide_the_order_of_the_text_and_arms_share_it():
+def test_seeds_decide_the_order_of_the_text_and_arms_share_it() -> None:
     blocks = torch.arange(20).view(10, 2)
     batches = trial.draw_batches(blocks, 4, 3, seed=1)
     assert batches.shape == (4, 3, 2)
@@ -186,7 +189,7 @@ def test_seeds_decide_the_order_of_the_text_and_arms_share_it():
     assert sorted(batches.view(-1, 2)[:10, 0].tolist()) == list(range(0, 20, 2))
 
 
-def test_changes_are_sorted_by_the_size_of_the_weight():
+def test_changes_are_sorted_by_the_size_of_the_weight() -> None:
     before = {"layers.0.q_proj": torch.tensor([[0.1, 1.0], [-1.5, 3.0]])}
     after = {"layers.0.q_proj": before["layers.0.q_proj"] + torch.tensor([[0.1, 0.2], [0.3, 0.4]])}
     rms = before["layers.0.q_proj"].square().mean().sqrt().item()
@@ -194,7 +197,7 @@ def test_changes_are_sorted_by_the_size_of_the_weight():
     assert trial.describe_change(before, after)["q_proj"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_held_out_documents_are_in_no_training_block(monkeypatch, tmp_path):
+def test_held_out_documents_are_in_no_training_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(texts, "VOCABULARY", 300)
     monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 4)
@@ -205,12 +208,12 @@ def test_held_out_documents_are_in_no_training_block(monkeypatch, tmp_path):
     assert not (set(blocks.train.unique().tolist()) & set(blocks.held_out.unique().tolist())) - {separator}
 
 
-def test_roff_becomes_plain_text():
+def test_roff_becomes_plain_text() -> None:
     page = '.\\" a comment\n.TH LS 1\n.SH NAME\nls \\- \\fBlist\\fP files\n.PP\n\\fI\\,FILE\\/\\fP\\ name\n'
     assert texts.strip_roff(page) == "NAME\nls - list files\nFILE name"
 
 
-def test_committed_results_are_those_of_the_plans():
+def test_committed_results_are_those_of_the_plans() -> None:
     plans = {name: plan.load_plan(name) for name in command.ORDER}
     for name, result in plan.read_results().items():
         arm = plans[result["plan"]].arms[result["arm"]]
