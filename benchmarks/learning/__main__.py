@@ -24,7 +24,7 @@ from .report import write_report
 from .trial import load_texts, train, write_result
 
 # The order of the runs; a plan that takes another's best rate comes after it.
-ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128")
+ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128", "small")
 
 
 def start(run: Run, out: Path, threads: int) -> subprocess.Popen[bytes]:

@@ -19,6 +19,7 @@ from .plan import Plan, losses_by_rate
 from .trial import BINS
 
 MOST_CURVES = 6
+MOST_LOSS = 0.5  # above the best, of a figure with runs at rates far too high
 MARKERS = "osD^vPX"
 Runs = Mapping[str, dict[str, Any]]
 
@@ -47,6 +48,8 @@ def draw_plan(plan: Plan, runs: Runs, results: Results, summaries: list[Summary]
     sweeps = {arm: losses for arm, losses in sweeps.items() if len(losses) > 2}
     if sweeps:
         drawn["rates"] = plot_rates(sweeps), "final loss by learning rate, first seed"
+    if plan.setting.known is not None and sweeps:
+        drawn["forgetting"] = plot_forgetting(results, plan, list(sweeps)), "what was learned and forgotten, by rate"
     changes = {arm: runs[arm]["change"] for arm in wanted if runs[arm]["final"] is not None}
     if len(changes) > 1:
         drawn["changes"] = plot_changes(changes), "size of the change by size of the weight, first seed"
@@ -77,6 +80,27 @@ def plot_rates(sweeps: Mapping[str, dict[float, float]]) -> Figure:
         points = sorted((rate, loss) for rate, loss in sweeps[arm].items() if math.isfinite(loss))
         axes.plot(*zip(*points, strict=True), **_look(index), label=arm)
     axes.set_xscale("log")
+    _add_legend(figure, axes)
+    return figure
+
+
+@styled
+def plot_forgetting(results: Results, plan: Plan, arms: list[str]) -> Figure:
+    """Draw the final loss on the known text over that on the training text, a line through the rates of each arm."""
+    figure, axes = _make_axes("final loss on held-out text of the domain", "final loss on the known text")
+    seed = plan.seeds[0]
+    for index, arm in enumerate(arms):
+        runs = [
+            r for r in results.values() if (r["plan"], r["arm"], r["seed"]) == (plan.name, arm, seed) and r["final"]
+        ]
+        points = [
+            (run["final"]["text"], run["final"]["known"]) for run in sorted(runs, key=lambda run: float(run["rate"]))
+        ]
+        axes.plot(*zip(*points, strict=True), **_look(index), label=arm)
+    finals = [run["final"] for run in results.values() if run["plan"] == plan.name and run["final"]]
+    for axis, key in (("x", "text"), ("y", "known")):
+        best = min(final[key] for final in finals)
+        axes.set(**{f"{axis}lim": (best - 0.02, best + MOST_LOSS)})
     _add_legend(figure, axes)
     return figure
 
