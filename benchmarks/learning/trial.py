@@ -135,13 +135,14 @@ def measure_scale_spread(model: nn.Module) -> dict[str, float]:
     """Return how far single factors of the scales are from where they started, which their means hide.
 
     Returns:
-        By "<scale>/<role>": the standard deviation of the rows' or columns' factors over their mean, the larger of the
-        two, averaged over the layers.
+        By "<scale>/<role>": the standard deviation of the rows' or columns' factors, the larger of the two, averaged over
+        the layers; over their mean where the scale does not start at 0.
     """
     found: dict[str, list[float]] = {}
     for path, layer in list_targets(model).items():
         for name, scale in layer.scales("default").items():
-            spreads = [(p.std() / p.mean().abs()).item() for p in scale.parameters() if p.numel() > 1 and p.any()]
+            factors = [p for p in scale.parameters() if p.numel() > 1]
+            spreads = [(p.std() / (p.mean().abs() if scale.start else 1.0)).item() for p in factors]
             if spreads:
                 found.setdefault(f"{name}/{path.rpartition('.')[2]}", []).append(max(spreads))
     return {key: mean(values) for key, values in found.items()}
