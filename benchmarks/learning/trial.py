@@ -135,8 +135,8 @@ def measure_scale_spread(model: nn.Module) -> dict[str, float]:
     """Return how far single factors of the scales are from where they started, which their means hide.
 
     Returns:
-        By "<scale>/<role>": the standard deviation of the rows' or columns' factors, the larger of the two, averaged over
-        the layers; over their mean where the scale does not start at 0.
+        By "<scale>/<role>": the standard deviation of the rows' or columns' factors, the larger of the two, averaged
+        over the layers; divided by their mean where the scale does not start at 0.
     """
     found: dict[str, list[float]] = {}
     for path, layer in list_targets(model).items():
