@@ -20,7 +20,7 @@ from peft_sel import SELConfig, __version__, merge_checkpoint
 from peft_sel.cli import main, make_parser
 from peft_sel.jobs import ADAPTER_PATTERNS
 
-COMMANDS = ("train", "merge", "export", "inspect", "demo")
+COMMANDS = ("train", "merge", "export", "inspect", "plot", "demo")
 
 
 @pytest.fixture(autouse=True)

@@ -103,6 +103,14 @@ def list_roles(figure: Figure, roles: Sequence[str]) -> None:
     figure.legend(handles=handles, loc="outside right upper", title="Module role", alignment="left")
 
 
+def label_steps(axes: Axes) -> None:
+    """Name the horizontal axis of a training, and number whole steps only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("Optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
 def mark_level(axes: Axes, level: float) -> None:
     """Draw a thin horizontal line across a panel."""
     axes.axhline(level, color=REFERENCE, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1.5)

@@ -12,7 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from peft_sel.errors import PlotError, list_names
 from peft_sel.numerics import SCALE_NAMES
-from peft_sel.plots.figures import line_look, list_roles, mark_level, new_figure, sort_roles, styled
+from peft_sel.plots.figures import label_steps, line_look, list_roles, mark_level, new_figure, sort_roles, styled
 from peft_sel.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None) -
     """Draw loss curves, and mark where each reaches the final loss of a baseline (the paper's Fig. 4).
 
     The legend holds the figures: each arm's final loss, the step at which its curve first reaches the baseline's final
-    loss (see find_reaching_step), and how many times fewer steps that is. The axis of the losses ends where the last
-    three quarters of the steps do, so that the fall at the start does not press the rest together.
+    loss (see find_reaching_step), and how many times fewer steps that is. The axis of the losses ends at the largest
+    after a quarter of the steps, so that the fall at the start does not press the rest together.
 
     Args:
         curves: By name of the arm, (step, loss in nats per token) in the order of the steps.
@@ -180,7 +180,7 @@ def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -
     if level is not None:
         mark_level(axes, level)
     _limit_losses(axes, curves)
-    axes.set_xlabel("Optimizer step")
+    label_steps(axes)
     axes.set_ylabel("Loss (nats per token)")
 
 
@@ -193,13 +193,17 @@ def list_losses(axes: Axes, baseline: str | None, columns: int) -> None:
 
 
 def _limit_losses(axes: Axes, curves: Mapping[str, Curve]) -> None:
-    """End the axis at the largest loss after a quarter of the steps, of arms that did not diverge, or at the start."""
-    points = [(step, value) for curve in curves.values() for step, value in curve if math.isfinite(value)]
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
-    whole = [curve for curve in curves.values() if math.isfinite(curve[-1][1])] or curves.values()
-    late = [value for curve in whole for step, value in curve if step >= first + (last - first) / 4]
-    starts = [next(value for _, value in curve if math.isfinite(value)) for curve in curves.values()]
-    low, high = min(value for _, value in points), min(max(filter(math.isfinite, late), default=math.inf), max(starts))
+    """End the axis at the largest loss after a quarter of the steps; arms that end above their start do not count."""
+    finite = [[(step, value) for step, value in curve if math.isfinite(value)] for curve in curves.values()]
+    steps = [step for curve in finite for step, _ in curve]
+    whole = [
+        points
+        for curve, points in zip(curves.values(), finite, strict=True)
+        if math.isfinite(curve[-1][1]) and curve[-1][1] <= points[0][1]
+    ]
+    start = min(steps) + (max(steps) - min(steps)) / 4
+    late = [value for curve in whole or finite for step, value in curve if step >= start]
+    low, high = min(value for curve in whole or finite for _, value in curve), max(late)
     margin = 0.04 * (high - low) or 0.01
     axes.set_ylim(low - margin, high + margin)
 
@@ -247,9 +251,8 @@ def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Cur
         axes.remove()
     for column in range(columns):  # the lowest panel of each
         lowest = grid[rows - 1 if (rows - 1) * columns + column < len(panels) else rows - 2][column]
-        lowest.set_xlabel("Optimizer step")
+        label_steps(lowest)
         lowest.tick_params(labelbottom=True)
-        lowest.xaxis.get_major_locator().set_params(integer=True)
     list_roles(figure, roles)
     return figure
 

@@ -141,7 +141,7 @@ def plot_linear_path(
     for index, beta in enumerate(betas):
         scales = _start_scales(beta, 0.0)
         whole = effective_weight(raw, *scales, beta=beta, mode="congruent")
-        linear = whole - effective_weight(raw, *scales, beta=beta, mode="exp_only")
+        linear = effective_weight(raw, 0 * scales[0], *scales[1:], beta=beta, mode="congruent")
         panels[0].plot(raw, 100 * linear / whole, label=rf"$\beta$ = {beta:g}", **line_look(index))
     panels[0].set_xlabel("Size of the raw weight |$w$|")
     panels[0].set_ylabel("Linear path's share of the weight (%)")

@@ -135,8 +135,11 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
     figure = new_figure(4.6 * len(panels), 4.2)
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True, sharex=True)[0]
     every = [member for members in panels.values() for member in members.values()]
-    limit = max(member.quantile(1.0) for member in every) or 1.0
-    threshold = min((bound for member in every for bound in member.xavier_bounds), default=every[0].std or limit)
+    largest = max(member.quantile(1.0) for member in every)
+    threshold = (
+        min((bound for member in every for bound in member.xavier_bounds), default=every[0].std) or largest or 1.0
+    )
+    limit = largest or threshold
     edges = _make_edges(threshold, limit)
     for axes, (title, members) in zip(grid, panels.items(), strict=True):
         for label, member in members.items():
@@ -150,10 +153,13 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
         if limit > threshold:
             axes.set_xscale("symlog", linthresh=threshold)
             ticks = _choose_ticks(threshold, limit)
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks(ticks, [f"{tick:g}".replace("-", "\N{MINUS SIGN}") for tick in ticks])
+            axes.set_xticks([], minor=True)
         axes.set_xlabel(title)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4)
     grid[0].set_ylabel("Density")
+    low, high = grid[0].get_ylim()
+    grid[0].set_ylim(min(low, high / 1000), high * 1.5)  # so that an even distribution looks even
     return figure
 
 
