@@ -21,7 +21,7 @@ from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 300  # of one cell: the first that asks for the checkpoint makes it
-COLOURS = 64  # of a stored picture, which is a quarter of the size then
+COLOURS = 64  # of a stored picture, which is a quarter of the size then; an octree keeps those of thin lines
 
 
 def run_notebook(file: Path) -> NotebookNode:
@@ -67,7 +67,7 @@ def tidy(notebook: NotebookNode) -> None:
 def shrink_picture(png: str) -> str:
     """Return a picture, base64 as in a notebook, with a palette."""
     picture, small = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
-    picture.convert("RGB").quantize(COLOURS).save(small, "png", optimize=True)
+    picture.convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE).save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
