@@ -20,7 +20,7 @@ from PIL import Image
 from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
-TIMEOUT_S = 300  # of one cell: the first that asks for the checkpoint makes it
+TIMEOUT_S = 900  # of one cell, against hangs: a busy machine is no failure
 COLOURS = 64  # of a stored picture, which is a quarter of the size then; an octree keeps those of thin lines
 
 
