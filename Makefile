@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
 PACKAGE := .[$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo bench test check check-long notebooks peft-suite test-lowest clean
+.PHONY: help demo bench learn test check check-long notebooks peft-suite test-lowest clean
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make check-long   the slow tests"
 	@echo "make notebooks    run the notebooks (two minutes; ARGS=--write stores what they show)"
 	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
+	@echo "make learn        loss beside full fine-tuning and PEFT's tuners: what benchmarks/learning still misses (hours)"
 	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two to three minutes)"
 	@echo "make test-lowest  the default tests on the lowest versions that setup.cfg allows (downloads 3 GB)"
 	@echo "make clean        remove the virtual environments and tool caches"
@@ -44,6 +45,9 @@ peft-suite: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/speed $(ARGS)
+
+learn: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.learning $(ARGS)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check

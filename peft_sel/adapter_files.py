@@ -1,4 +1,4 @@
-"""The files of an adapter's folder: whether they are whole, how small ones are replaced, and its model card."""
+"""The files of an adapter's folder: whether they are whole, and how small ones are replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from peft_sel.errors import CheckpointError, list_names
@@ -17,8 +16,6 @@ from peft_sel.untrusted import check_adapter_file, read_json
 
 INDEX_NAME = f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
 SHARD_NAME = re.compile(r"adapter_model-(\d{5})-of-(\d{5})\.safetensors")
-CARD_FILE = "README.md"
-CARD_HEADING = "## How to load this adapter"
 UNFINISHED = ".unfinished"
 
 
@@ -77,30 +74,3 @@ def replaced_files(folder: Path) -> Iterator[Path]:
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def write_card(folder: Path, base_model: str | None) -> None:
-    """Put a tag, and the section that says how to load and merge the adapter, into the folder's README.md, once."""
-    path = folder / CARD_FILE
-    card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData(library_name="peft"))
-    card.data.tags = sorted({*(card.data.tags or ()), "symexplin"})  # PEFT writes its own at each save
-    base = base_model or "BASE_MODEL"
-    section = f"""{CARD_HEADING}
-
-This is a SymExpLin (SEL) adapter. PEFT knows it after `import peft_sel` (without it: `KeyError: 'SYMEXPLIN'`):
-
-```python
-import peft_sel  # registers SEL with PEFT; needed before any from_pretrained
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "THIS_FOLDER")
-plain = model.merge_and_unload()  # an ordinary model: save it and load it anywhere, without peft_sel
-```
-
-Or merge without building the model: `peft-sel merge {base} THIS_FOLDER OUT_FOLDER`
-"""
-    if CARD_HEADING not in card.text:
-        card.text = f"\n{section}\n{card.text.lstrip()}"
-    card.save(path)

@@ -345,6 +345,7 @@ def run_job(recipe: Recipe) -> JobReport | None:
         trainer = make_trainer(recipe, model, train, held_out)
         trainer.train(resume_from_checkpoint=resume)
     eval_loss = trainer.evaluate()["eval_loss"] if held_out is not None else None
+    trainer.save_state()  # the logs, which peft-sel plot reads: without checkpoints they would be in no file
     trainer.save_model(str(adapter_dir))
     merge, is_first = None, trainer.is_world_process_zero()
     with recipe.training.main_process_first(local=False):  # a launcher kills the rest if one ends badly before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import peft.peft_model
@@ -13,6 +14,7 @@ from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
 
+from peft_sel.card import update_card
 from peft_sel.config import SELConfig
 from peft_sel.loading import await_tensors
 from peft_sel.model import SELModel
@@ -21,6 +23,7 @@ from peft_sel.sharded import GatheredAdapters, gather_adapters, is_sharded_model
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
 PEFT_TYPE_NAME = "SYMEXPLIN"
 GATHERER_MARK = "gathers_sel_adapters"  # an attribute of the function that does
+CARD_MARK = "keeps_what_users_wrote"  # an attribute of the function that does
 READER_MARK = "reads_sel_adapters"  # an attribute of the function that reads them
 
 
@@ -117,3 +120,20 @@ def extend_saving() -> None:
     setattr(save_pretrained, GATHERER_MARK, True)
     setattr(peft.peft_model, "get_peft_model_state_dict", get_state)  # noqa: B010
     setattr(PeftModel, "save_pretrained", save_pretrained)  # noqa: B010
+
+
+def extend_cards() -> None:
+    """Let PEFT update the card of a SEL adapter without losing what a user wrote there; a second call does nothing."""
+    stock = PeftModel.create_or_update_model_card
+    if hasattr(stock, CARD_MARK):
+        return
+
+    @wraps(stock)
+    def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
+        if isinstance(getattr(self, "base_model", None), SELModel):
+            update_card(Path(output_dir), lambda folder: stock(self, str(folder)))
+        else:
+            stock(self, output_dir)
+
+    setattr(create_or_update_model_card, CARD_MARK, True)
+    setattr(PeftModel, "create_or_update_model_card", create_or_update_model_card)  # noqa: B010

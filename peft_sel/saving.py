@@ -17,7 +17,8 @@ from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict, infer_device
 from torch import Tensor
 
-from peft_sel.adapter_files import CARD_FILE, INDEX_NAME, UNFINISHED
+from peft_sel.adapter_files import INDEX_NAME, UNFINISHED
+from peft_sel.card import CARD_FILE, read_card
 from peft_sel.checkpoint.adapter import KEY_PREFIX
 from peft_sel.checkpoint.shards import (
     ADAPTER_CONFIG_FILE,
@@ -111,7 +112,8 @@ def list_other_files(folder: Path) -> list[Path]:
         Its files, but those of an adapter.
 
     Raises:
-        CheckpointError: If it holds folders, is no adapter's, or is the working directory.
+        CheckpointError: If it holds folders or a README.md that is no model card, is no adapter's, or is the working
+            directory.
     """
     if not os.path.lexists(folder):
         return []
@@ -124,6 +126,8 @@ def list_other_files(folder: Path) -> list[Path]:
     if folders := [path.name for path in found if path.is_dir() and path.name != UNFINISHED]:
         problem = f"holds folders ({list_names(folders)}), and an adapter can be replaced only in a folder of files"
         raise CheckpointError(folder, problem, "save it into a folder of its own")
+    if (folder / CARD_FILE).exists():
+        read_card(folder / CARD_FILE)
     return [path for path in found if path.name != UNFINISHED and not ADAPTER_NAMES.fullmatch(path.name)]
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from peft_sel.card import summarize_tensors
 from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, PREFIX
@@ -68,7 +70,8 @@ class SavedTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         """Select what belongs to an adapter, for saving; refuse what is not in memory or has no value.
 
-        The configuration, which is saved next, gets the fingerprints of the base that the adapter has in this model.
+        The configuration, which is saved next, gets the fingerprints of the base that the adapter has in this model,
+        and what its card says of the tensors.
         """
         names: Any = _Unwrapped(model)
         own: dict[str, Tensor] = super()._get_adapter_state_dict(
@@ -85,6 +88,8 @@ class SavedTuner(BaseTuner):
             for layer in iter_sel_layers(model)
             if adapter_name in layer.base_fingerprint
         }
+        fixed = [name for name, scale in config.scale_configs().items() if not scale.trainable]
+        config.contents = summarize_tensors({**own, **_find_others(model, adapter_name)}, PREFIX, fixed)
         return own
 
     @classmethod
@@ -115,6 +120,13 @@ class SavedTuner(BaseTuner):
             layer.keep_record(adapter_name, saved.base_fingerprint.get(layer.fingerprint_name))
             layer.drop_if_pending()
         return drop_awaited(model, iter_sel_layers(model), own, shard_as(state, mapped))
+
+
+def _find_others(model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
+    """Return what an adapter trains in modules_to_save and tokens, which PEFT saves beside what is the tuner's."""
+    wrappers = (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+    named = (item for wrapper in wrappers for item in wrapper.named_parameters() if adapter_name in item[0].split("."))
+    return {str(id(parameter)): parameter for _, parameter in named}
 
 
 def _copy_base_biases(model: nn.Module, mapped: dict[str, Tensor]) -> list[tuple[nn.Module, nn.Parameter, Tensor]]:

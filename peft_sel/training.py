@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType, broadcast_object_list
 from peft import PeftModel
+from peft.utils import CONFIG_NAME
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +22,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from peft_sel.accumulation import Accumulation
+from peft_sel.card import write_card
 from peft_sel.checkpoint.staging import clear_leftovers, require_folder, staged_folder
+from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX
 from peft_sel.errors import ConfigError, OtherProcessError
 from peft_sel.layer import SELLayer
@@ -309,6 +312,19 @@ class SELTrainerMixin(_TrainerBase):
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
             rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's card over the one in output_dir, and into it how to load the adapter that is saved there.
+
+        Args:
+            *args: Trainer's.
+            **kwargs: Trainer's.
+        """
+        super().create_model_card(*args, **kwargs)
+        folder, model = Path(self.args.output_dir or ""), self.accelerator.unwrap_model(self.model)
+        config = getattr(model, "peft_config", {}).get("default")
+        if self.is_world_process_zero() and isinstance(config, SELConfig) and (folder / CONFIG_NAME).is_file():
+            write_card(folder, config.contents)
 
     @contextmanager
     def _staged_checkpoint(self, checkpoint: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What comes from files that others wrote, checked before anything acts on it: JSON objects, typed fields, pickles."""
+"""What comes from files that others wrote, checked before anything acts on it: JSON, fields, pickles, versions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import typing
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 
-from peft_sel.errors import CheckpointError, ConfigError, list_names, show_value
+from peft_sel.errors import CheckpointError, ConfigError, NewerVersionError, list_names, show_value
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_JSON_BYTES = 100_000_000  # the index of a checkpoint with 100,000 tensors has 10
@@ -198,3 +200,28 @@ def _is_representable(value: Any) -> bool:
     except OverflowError:
         return False
     return True
+
+
+def check_version(made_by: str | None) -> str:
+    """Check the version of peft_sel that made a configuration.
+
+    Args:
+        made_by: What the configuration says; None for a new one.
+
+    Returns:
+        The version; the installed one for a new configuration.
+
+    Raises:
+        ConfigError: If it is no version number.
+        NewerVersionError: If it is newer than the installed one in more than the last place.
+    """
+    installed = version("peft_sel")
+    if made_by is None:
+        return installed
+    try:
+        newer = Version(made_by).release[:2] > Version(installed).release[:2]
+    except (ValueError, TypeError) as error:  # InvalidVersion, or a number of too many digits
+        raise ConfigError("peft_sel_version", made_by, "is no version number; leave it to peft_sel") from error
+    if newer:
+        raise NewerVersionError(made_by, installed)
+    return made_by

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pydoc
 import re
 
 import pytest
 from peft import PeftConfig
 
 from peft_sel import ScaleConfig, SELConfig, SELError
+from peft_sel.config import BASE_WEIGHTS, BIASES, INIT_TARGETS, RAW_DTYPES
+from peft_sel.numerics import FAMILIES, INITS, MODES, PATTERNS
+from peft_sel.scale_config import NORMALIZERS
 
 
 def test_json_round_trip(tmp_path):
@@ -112,10 +117,57 @@ def test_scale_config_refuses(options, match):
         ScaleConfig(**options)
 
 
-def test_every_field_is_documented():
-    for cls in (SELConfig, ScaleConfig):
-        own = {field.name for field in dataclasses.fields(cls)} & set(cls.__annotations__)
-        assert own == set(re.findall(r"^        (\w+):", cls.__doc__, re.MULTILINE)) & own
+def read_attributes(cls: type) -> dict[str, str]:
+    """Return the entries of a docstring's Attributes by name, each on one line."""
+    lines = inspect.getdoc(cls).split("Attributes:\n")[1].split("\nRaises:")[0].splitlines()
+    entries: dict[str, str] = {}
+    for line in lines:
+        if match := re.fullmatch(r"    (\w+): (.*)", line):
+            name, entries[match[1]] = match[1], match[2]
+        elif line.strip():
+            entries[name] += f" {line.strip()}"
+    return entries
+
+
+def default_of(field: dataclasses.Field) -> str:
+    """Return a field's default as help writes it."""
+    if field.default_factory is not dataclasses.MISSING:
+        return "ScaleConfig()" if field.default_factory is ScaleConfig else repr(field.default_factory())
+    return f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+
+
+@pytest.mark.parametrize("cls", [SELConfig, ScaleConfig])
+def test_help_has_every_field_and_its_default(cls):
+    entries, fields = read_attributes(cls), dataclasses.fields(cls)
+    assert list(entries) == [field.name for field in fields]
+    for field in fields:
+        stated = re.findall(r"(?:^|\. |; )Default (.+?)(?=[:.,](?: |$))", entries[field.name])
+        assert stated == [default_of(field)], field.name
+    shown = " ".join(pydoc.render_doc(cls).replace("|", " ").split())
+    assert all(f"Default {default_of(field)}" in shown for field in fields)
+
+
+CHOICES = {
+    "mode": MODES,
+    "family": FAMILIES,
+    "beta": ("auto", "width"),
+    "init": INITS,
+    "init_target": INIT_TARGETS,
+    "normalizer": NORMALIZERS,
+    "bias": BIASES,
+    "base_weight": BASE_WEIGHTS,
+    "raw_dtype": tuple(RAW_DTYPES),
+}
+
+
+def test_help_has_every_choice_and_what_is_open():
+    entries, patterns = read_attributes(SELConfig), read_attributes(ScaleConfig)["pattern"]
+    for name, choices in CHOICES.items():
+        assert all(f'"{choice}"' in entries[name] for choice in choices), name
+    assert all(f'"{pattern}"' in patterns for pattern in PATTERNS)
+    assert "(open)" in entries["beta_rms"] and "Those marked (open)" in SELConfig.__doc__
+    for name in ("beta_rms", "residual_alpha", "residual_lr_mult", "anneal_steps"):
+        assert "positive" in entries[name], name
 
 
 def test_an_unknown_pattern_is_told_with_its_scale() -> None:

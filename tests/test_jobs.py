@@ -22,6 +22,7 @@ from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
 from peft_sel.jobs import MARKS_FILE, hide_bars_outside_terminals, resolve_checkpoint, run_job
+from peft_sel.plots import read_logs
 from peft_sel.recipe import BASE_FOLDER, ModelSection, build_recipe, load_recipe
 
 JOB_WORKER = Path(__file__).parent / "job_worker.py"
@@ -245,6 +246,9 @@ def test_job_trains_saves_and_merges(folder: Path, capsys: pytest.CaptureFixture
     lines = [line for line in capsys.readouterr().out.splitlines() if "of 12  loss" in line]
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
     assert len(losses) == 12 and sum(losses[-3:]) < sum(losses[:3])
+    logs = read_logs(report.adapter_dir.parent)
+    assert [round(entry["loss"], 3) for entry in logs if "loss" in entry] == pytest.approx(losses, abs=1e-3)
+    assert logs[-1]["eval_loss"] == report.eval_loss
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
     assert PeftConfig.from_pretrained(str(report.adapter_dir)).base_model_name_or_path == str(folder / "base")
     adapted = PeftModel.from_pretrained(base, report.adapter_dir).eval()

@@ -10,6 +10,7 @@ import pytest
 from tiny import EOS, make_tokenizer, save_checkpoint, write_documents
 from transformers import AutoModelForCausalLM
 
+from peft_sel import registry
 from peft_sel.cli import make_parser
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +75,7 @@ def test_commands_exist() -> None:
 
 
 def test_shape() -> None:
-    assert len(README.splitlines()) < 340
+    assert len(README.splitlines()) < 350
     files = README.rstrip().rpartition("## Files")[2]
     assert "\n## " not in files  # the file tree comes last
     listed = re.findall(r"^  (\S+)", files.split("configs/")[0], re.MULTILINE)
@@ -83,3 +84,14 @@ def test_shape() -> None:
     make_targets = re.findall(r"^make (\w+)", README, re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert make_targets and all(f"\n{target}:" in makefile for target in make_targets)
+
+
+def test_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ours = re.findall(r"`((?:peft_sel|tests|configs|benchmarks)/[\w./]*)`", text)
+    assert len(set(ours)) >= 12 and [name for name in ours if not (ROOT / name).exists()] == []
+    functions = re.findall(r"`(extend_\w+)`", text)
+    assert len(functions) == 3 and all(hasattr(registry, name) for name in functions)
+    asked = re.findall(r"`(test_\w+)`", text.split("| rows in ")[1].split("\n")[0])
+    cases = (ROOT / "tests" / "peft_suite" / "cases.py").read_text(encoding="utf-8")
+    assert len(asked) == 6 and all(f'"{module}"' in cases for module in asked)

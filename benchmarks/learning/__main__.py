@@ -6,6 +6,7 @@ Examples:
     python -m benchmarks.learning                          # everything that is missing, two runs at a time
     python -m benchmarks.learning --plans german --list    # what one plan still misses
     python -m benchmarks.learning --run german sel 0.0004 0 --out /tmp/again   # one run once more
+    python -m benchmarks.learning --report                 # the report alone
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .plan import RESULTS, Plan, Run, list_missing, load_plan, read_results
+from .report import write_report
 from .trial import load_texts, train, write_result
 
 # The order of the runs; a plan that takes another's best rate comes after it.
-ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128")
+ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128", "small")
 
 
 def start(run: Run, out: Path, threads: int) -> subprocess.Popen[bytes]:
@@ -62,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plans", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--list", action="store_true", help="print the runs that could start now")
+    parser.add_argument(
+        "--report", action="store_true", help="write the report from the results there are, run nothing"
+    )
     parser.add_argument("--run", nargs=4, metavar=("PLAN", "ARM", "RATE", "SEED"), help="one run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(arguments)
@@ -76,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.list:
         print(*(run.file for run in list_chosen(plans, args.plans, args.out)), sep="\n")
         return
-    run_missing(plans, args.plans, args.out, args.workers)
+    if not args.report:
+        run_missing(plans, args.plans, args.out, args.workers)
+    if args.out == RESULTS:
+        write_report(plans, read_results())
 
 
 if __name__ == "__main__":

@@ -197,18 +197,23 @@ def resolve_rate(plans: dict[str, Plan], results: dict[str, dict[str, Any]], pla
 
 
 def list_missing(plans: dict[str, Plan], results: dict[str, dict[str, Any]]) -> Iterator[Run]:
-    """Yield the runs that can be started and have no result yet, in the order of the plans.
+    """Yield the runs that can be started and have no result yet.
 
-    Sweeps come before the seeds of the finalists in each plan.
+    Those of the finalists come first, in the order of the plans, their sweeps before their seeds; then other arms.
     """
+    sweeps = [
+        (arm in plan.finalists, Run(plan.name, arm, rate, plan.seeds[0]))
+        for plan in plans.values()
+        for arm in plan.arms
+        for rate in _rates(plans, results, plan, arm)
+    ]
     for plan in plans.values():
-        wanted = [
-            Run(plan.name, arm, rate, plan.seeds[0]) for arm in plan.arms for rate in _rates(plans, results, plan, arm)
-        ]
+        yield from (run for final, run in sweeps if final and run.plan == plan.name and run.file not in results)
         for arm in plan.finalists:
             best = resolve_rate(plans, results, plan.name, arm)
-            wanted += [Run(plan.name, arm, best, seed) for seed in plan.seeds[1:] if best is not None]
-        yield from (run for run in wanted if run.file not in results)
+            seeds = [Run(plan.name, arm, best, seed) for seed in plan.seeds[1:] if best is not None]
+            yield from (run for run in seeds if run.file not in results)
+    yield from (run for final, run in sweeps if not final and run.file not in results)
 
 
 def _rates(plans: dict[str, Plan], results: dict[str, dict[str, Any]], plan: Plan, name: str) -> Iterable[float]:

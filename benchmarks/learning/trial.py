@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,9 @@ def train(plan: Plan, run: Run) -> dict[str, Any]:
         became infinite or NaN.
     """
     setting, arm = plan.setting, plan.arms[run.arm]
-    steps = arm.steps or setting.steps
+    steps, scratch = arm.steps or setting.steps, setting.model != SMOLLM2
     environment, started = describe_environment(), time.perf_counter()
     text, known = load_texts(setting)
-    scratch = setting.model != SMOLLM2
     model = make_model(setting, text.vocabulary, run.seed)
     before = read_weights(model, whole=scratch)
     task = Task(run.rate, steps, max(1, round(setting.warmup_share * steps)), scratch)
@@ -191,39 +191,27 @@ def train(plan: Plan, run: Run) -> dict[str, Any]:
     if known is not None:
         held_out["known"] = known.held_out[: setting.final_blocks]
     curve = Curve(setting, arm, text.held_out[: setting.eval_blocks])
-    start = None
+    result: dict[str, Any] = {**asdict(run), "method": arm.method, "options": arm.options, "steps": steps}
+    result |= {"tokens": steps * setting.sequences * setting.length, "start": None, "final": None}
+    result["trained_parameters"] = sum(p.numel() for p in trained.model.parameters() if p.requires_grad)
     if run.arm == plan.baseline:  # the same for every arm on the checkpoint
-        start = {name: mean(measure_losses(trained.model, blocks)) for name, blocks in held_out.items()}
-    healthy = math.isfinite(curve.add(0, trained, None))
+        result["start"] = {name: mean(measure_losses(trained.model, blocks)) for name, blocks in held_out.items()}
     batches = draw_batches(text.train, steps, setting.sequences, run.seed)
-    healthy = healthy and _train_steps(
-        trained, batches, curve, max(1, round(setting.eval_every * steps / setting.steps))
-    )
-    result = {
-        "plan": run.plan,
-        "arm": run.arm,
-        "method": arm.method,
-        "options": arm.options,
-        "rate": run.rate,
-        "seed": run.seed,
-        "steps": steps,
-        "tokens": steps * setting.sequences * setting.length,
-        "trained_parameters": sum(p.numel() for p in trained.model.parameters() if p.requires_grad),
-        "start": start,
-        "curve": curve.points,
-        "final": None,
-    }
+    healthy = train_steps(trained, batches, curve, max(1, round(setting.eval_every * steps / setting.steps)))
+    result["curve"] = curve.points
     if healthy:
         losses = {name: measure_losses(trained.model, blocks) for name, blocks in held_out.items()}
         result |= {"final": {name: mean(values) for name, values in losses.items()}, "final_blocks": losses}
         after = read_weights(merge(trained.model), whole=scratch)
-        result |= {"weights": {"start": describe_weights(before), "end": describe_weights(after)}}
-        result |= {"change": describe_change(before, after)}
+        result["weights"] = {"start": describe_weights(before), "end": describe_weights(after)}
+        result["change"] = describe_change(before, after)
     return {**result, "seconds": time.perf_counter() - started, "environment": environment}
 
 
-def _train_steps(trained: Trained, batches: Tensor, curve: Curve, every: int) -> bool:
+def train_steps(trained: Trained, batches: Tensor, curve: Curve, every: int) -> bool:
     """Train, adding points to the curve; return whether every loss of it was finite."""
+    if not math.isfinite(curve.add(0, trained, None)):
+        return False
     trained.model.train()
     recent: list[float] = []
     for step, batch in enumerate(batches, 1):

@@ -1,0 +1,187 @@
+"""The report: README.md and its figures, made from the JSON files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from . import figures
+from .analysis import Difference, Results, Summary, read_lengths, summarize
+from .plan import FOLDER, Plan, find_best_rate, list_missing, losses_by_rate, resolve_rate
+from .trial import BINS
+
+FINDINGS = FOLDER / "findings.md"
+
+
+def write_report(plans: dict[str, Plan], results: Results, folder: Path = FOLDER) -> None:
+    """Write README.md and its figures.
+
+    Args:
+        plans: All plans.
+        results: All results.
+        folder: Where to write.
+    """
+    (folder / "figures").mkdir(exist_ok=True)
+    sections = [FINDINGS.read_text(encoding="utf-8").strip()]
+    for plan in plans.values():
+        if any(result["plan"] == plan.name for result in results.values()):
+            sections += _render_plan(plans, results, plan, folder / "figures")
+    sections += [_render_machine(results), _render_missing(plans, results)]
+    text = "\n\n".join(section for section in sections if section)
+    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _render_plan(plans: dict[str, Plan], results: Results, plan: Plan, figures_folder: Path) -> Iterator[str]:
+    """Yield the sections of one plan."""
+    setting = plan.setting
+    model = (
+        "SmolLM2-135M" if setting.model == "smollm2" else f"Qwen3, width {setting.model['hidden_size']}, from scratch"
+    )
+    tokens = setting.sequences * setting.length
+    yield f"## {plan.name}: {model}, {setting.text}, {setting.steps} steps of {tokens:,} tokens"
+    lengths = read_lengths(plans, results, plan) if "/" not in plan.baseline else {}
+    if len(lengths) > 1:
+        listed = ", ".join(f"{steps} steps {loss:.3f}" for steps, loss in sorted(lengths.items()))
+        yield f"Baseline `{plan.baseline}` at other lengths, each with its whole schedule (first seed): {listed}."
+    summaries = [found for arm in plan.arms if (found := summarize(plans, results, plan, arm, lengths)) is not None]
+    if summaries:
+        yield render_summaries(summaries, plan)
+    sweeps = [(arm, losses_by_rate(results, plan.name, arm, plan.seeds[0])) for arm in plan.arms]
+    sweeps = [(arm, losses) for arm, losses in sweeps if len(losses) > 1]
+    if sweeps:
+        yield "Final loss by learning rate (first seed; the best in bold, an open end in italics):\n\n" + render_sweeps(
+            sweeps
+        )
+    runs = {arm: run for arm in plan.arms if (run := find_run(plans, results, plan, arm)) is not None}
+    captions = figures.draw_plan(plan, runs, results, summaries, figures_folder)
+    yield "\n".join(f"![{caption}](figures/{file})" for file, caption in captions.items())
+    weights = render_weights(runs)
+    if weights:
+        yield "What became of the weights (first seed, best rate):\n\n" + weights
+
+
+def render_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def render_summaries(summaries: list[Summary], plan: Plan) -> str:
+    """Return the table of arms, the best first."""
+    header = ["arm", "trained", "rate", "final loss", "difference", "verdict", "step ratio", "to the baseline's loss"]
+    if plan.setting.known is not None:
+        header.append("known text")
+    rows = []
+    for found in sorted(summaries, key=lambda found: found.losses[min(found.losses)]):
+        row = [
+            f"`{found.arm}`",
+            f"{found.parameters / 1e6:.1f}M",
+            f"{found.rate:.3g}",
+            ", ".join(f"{loss:.3f}" for loss in found.losses.values()),
+            *_render_difference(found),
+            _render_ratios(list(found.ratios.values())),
+            ", ".join("never" if crossing is None else f"{crossing:.2f}x" for crossing in found.crossings.values()),
+        ]
+        if plan.setting.known is not None:
+            row.append(_render_interval(found.known_difference))
+        rows.append(row)
+    return render_table(header, rows)
+
+
+def _render_difference(found: Summary) -> tuple[str, str]:
+    if found.difference is None:
+        return "", ""
+    return _render_interval(found.difference), found.difference.verdict if any(_values(found)) else "baseline"
+
+
+def _values(found: Summary) -> list[float]:
+    assert found.difference is not None
+    return [found.difference.mean, found.difference.half_width or 0.0]
+
+
+def _render_interval(difference: Difference | None) -> str:
+    if difference is None:
+        return ""
+    spread = "" if difference.half_width is None else f" ± {difference.half_width:.3f}"
+    return f"{difference.mean:+.3f}{spread}"
+
+
+def _render_ratios(ratios: list[float]) -> str:
+    texts = {0.0: "below", float("inf"): "beyond"}
+    return ", ".join(texts.get(ratio, f"{ratio:.2f}") for ratio in ratios)
+
+
+def render_sweeps(sweeps: list[tuple[str, dict[float, float]]]) -> str:
+    """Return the table of sweeps."""
+    rates = sorted({rate for _, losses in sweeps for rate in losses})
+    rows = []
+    for arm, losses in sweeps:
+        best = min(losses, key=lambda rate: losses[rate])
+        mark = "**" if find_best_rate(losses) == best else "*"
+        cells = [f"{losses[rate]:.3f}" if rate in losses else "" for rate in rates]
+        rows.append([f"`{arm}`", *(f"{mark}{c}{mark}" if r == best else c for r, c in zip(rates, cells, strict=True))])
+    return render_table(["arm", *(f"{rate:.3g}" for rate in rates)], rows)
+
+
+def render_weights(runs: dict[str, dict[str, Any]]) -> str:
+    """Return a table of how weights changed, by size of the weight, and of their mean, spectral norm and tail.
+
+    Args:
+        runs: By arm.
+    """
+    bins = [f"{low:g} to {high:g}" for low, high in pairwise(BINS)]
+    header = ["arm", *(f"change, size {name}" for name in bins), "mean/std", "spectral", "largest/rms"]
+    rows = []
+    for arm, run in runs.items():
+        if run["final"] is not None:
+            changes = [_average(list(column)) for column in zip(*run["change"].values(), strict=True)]
+            described = [
+                " → ".join(
+                    f"{_average([role[key] for role in run['weights'][when].values()]):.3g}"
+                    for when in ("start", "end")
+                )
+                for key in ("mean_over_std", "spectral", "max_over_rms")
+            ]
+            rows.append([f"`{arm}`", *(f"{change:.4f}" for change in changes), *described])
+    return render_table(header, rows) if rows else ""
+
+
+def find_run(plans: dict[str, Plan], results: Results, plan: Plan, arm: str) -> dict[str, Any] | None:
+    """Return the run of an arm at its best rate with the first seed, if there is one."""
+    rate = resolve_rate(plans, results, plan.name, arm)
+    found = [r for r in results.values() if (r["plan"], r["arm"], r["seed"]) == (plan.name, arm, plan.seeds[0])]
+    return next((run for run in found if run["rate"] == rate), None)
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _render_machine(results: Results) -> str:
+    """Say what the results were measured on."""
+    kinds = {}
+    for result in results.values():
+        environment = result["environment"]
+        versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+        machine = environment["machine"]
+        kinds[f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread(s) a run; {versions}"] = 1
+    hours = sum(result["seconds"] for result in results.values()) / 3600
+    return f"## Measured on\n\n{len(results)} runs, {hours:.1f} hours of one thread. " + "; and ".join(kinds) + "."
+
+
+def _render_missing(plans: dict[str, Plan], results: Results) -> str:
+    """List arms with runs that could start now, by plan."""
+    missing: dict[str, dict[str, int]] = {}
+    for run in list_missing(plans, results):
+        arms = missing.setdefault(run.plan, {})
+        arms[run.arm] = arms.get(run.arm, 0) + 1
+    lines = [
+        f"- {plan}: " + ", ".join(f"`{arm}` ({count})" for arm, count in arms.items()) for plan, arms in missing.items()
+    ]
+    return (
+        ""
+        if not lines
+        else "## Not run yet\n\nArms with the number of runs that could start now:\n\n" + "\n".join(lines)
+    )

@@ -1,0 +1,222 @@
+"""benchmarks/learning: which runs are made, what is said of them, and that a run repeats bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.learning import __main__ as command
+from benchmarks.learning import analysis, arms, plan, texts, trial
+
+SETTING = plan.Setting(model="smollm2", text="pydoc", steps=8)
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32}
+TINY_SETTING = plan.Setting(
+    model=TINY, text="pydoc", steps=4, sequences=2, length=32, eval_every=2, eval_blocks=2, final_blocks=3
+)
+
+
+def make_plan(**chosen: plan.Arm) -> plan.Plan:
+    return plan.Plan("p", SETTING, next(iter(chosen)), chosen, tuple(chosen), (0, 1, 2))
+
+
+def make_result(arm: str, rate: float, loss: float, seed: int = 0, steps: int = 8) -> dict[str, Any]:
+    curve = [{"step": 0, "loss": 4.0}, {"step": 4, "loss": loss + 0.5}, {"step": steps, "loss": loss}]
+    return {
+        "plan": "p",
+        "arm": arm,
+        "rate": rate,
+        "seed": seed,
+        "steps": steps,
+        "final": {"text": loss},
+        "curve": curve,
+        "trained_parameters": 10,
+    }
+
+
+def as_results(*results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {plan.Run(r["plan"], r["arm"], r["rate"], r["seed"]).file: r for r in results}
+
+
+def list_rates(plans: dict[str, plan.Plan], results: dict[str, dict[str, Any]]) -> list[tuple[str, float, int]]:
+    return [(run.arm, run.rate, run.seed) for run in plan.list_missing(plans, results)]
+
+
+@pytest.mark.parametrize(("minimum", "first_more"), [(0.1, 4e-3), (1e-5, 2.5e-4)])
+def test_a_sweep_goes_on_until_the_best_rate_is_inside(minimum: float, first_more: float) -> None:
+    plans = {"p": make_plan(a=plan.Arm("full", sweep=1e-3))}
+    done, asked = [], []
+    while missing := [entry for entry in list_rates(plans, as_results(*done)) if entry[2] == 0]:
+        asked.append([rate for _, rate, _ in missing])
+        done += [make_result("a", rate, math.log(rate / minimum) ** 2) for _, rate, _ in missing]
+    assert asked[:2] == [[5e-4, 1e-3, 2e-3], [first_more]]
+    losses = plan.losses_by_rate(as_results(*done), "p", "a", 0)
+    best, rates = min(losses, key=losses.get), sorted(losses)
+    assert len(rates) <= plan.MAX_SWEEP
+    assert rates[0] < best < rates[-1] or len(rates) == plan.MAX_SWEEP
+
+
+def test_seeds_and_dependent_rates_wait_for_the_best_rate() -> None:
+    arm = plan.Arm("sel", rate_of="p/a", times=(0.5, 1.0))
+    plans = {"p": replace(make_plan(a=plan.Arm("full", sweep=1e-3), b=arm))}
+    two = [make_result("a", 5e-4, 3.0), make_result("a", 1e-3, 2.0)]
+    assert list_rates(plans, as_results(*two)) == [("a", 2e-3, 0)]
+    three = [*two, make_result("a", 2e-3, 2.5)]
+    expected = [("b", 5e-4, 0), ("b", 1e-3, 0), ("a", 1e-3, 1), ("a", 1e-3, 2)]
+    assert list_rates(plans, as_results(*three)) == expected
+    done = [*three, make_result("b", 5e-4, 1.0), make_result("b", 1e-3, 2.0)]
+    assert list_rates(plans, as_results(*done))[-2:] == [("b", 5e-4, 1), ("b", 5e-4, 2)]
+
+
+def test_finalists_of_all_plans_come_before_other_arms() -> None:
+    def make(name: str) -> plan.Plan:
+        chosen = {"a": plan.Arm("full", rate=1e-3), "b": plan.Arm("full", rate=1e-3)}
+        return plan.Plan(name, SETTING, "b", chosen, ("b",), (0, 1))
+
+    runs = plan.list_missing({"p": make("p"), "q": make("q")}, {})
+    expected = [("p", "b", 0), ("p", "b", 1), ("q", "b", 0), ("q", "b", 1), ("p", "a", 0), ("q", "a", 0)]
+    assert [(run.plan, run.arm, run.seed) for run in runs] == expected
+
+
+def test_a_run_that_diverged_is_no_best_rate() -> None:
+    results = as_results(make_result("a", 5e-4, 3.0), make_result("a", 1e-3, 2.0), make_result("a", 2e-3, 2.5))
+    results["p/a-lr0.001-seed0.json"]["final"] = None
+    assert plan.losses_by_rate(results, "p", "a", 0)[1e-3] == math.inf
+    assert plan.find_best_rate(plan.losses_by_rate(results, "p", "a", 0)) is None
+
+
+def test_every_plan_is_valid_and_names_arms_that_exist() -> None:
+    plans = {name: plan.load_plan(name) for name in command.ORDER}
+    assert sorted(command.ORDER) == sorted(file.stem for file in plan.PLANS.glob("*.yaml"))
+    for number, chosen in enumerate(plans.values()):
+        for arm in chosen.arms.values():
+            assert arm.method in arms.METHODS
+            origin, _, other = (arm.rate_of or f"{chosen.name}/{chosen.baseline}").rpartition("/")
+            assert origin in command.ORDER[: number + 1]
+            assert other in plans[origin].arms
+
+
+def test_an_unknown_key_of_a_plan_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("setting: {model: smollm2, text: pydoc, stepz: 3}\nbaseline: a\narms: {}\n")
+    with pytest.raises(SystemExit, match="setting: unknown key stepz; known are"):
+        plan.load_plan("p", tmp_path)
+
+
+def test_paired_intervals_are_those_of_students_t() -> None:
+    found = analysis.compare_pairs({0: 1.0, 1: 2.2, 2: 3.1, 7: 9.0}, {0: 1.5, 1: 2.5, 2: 3.5})
+    differences = [-0.5, -0.3, -0.4]
+    assert found.mean == pytest.approx(statistics.mean(differences))
+    assert found.half_width == pytest.approx(4.303 * statistics.stdev(differences) / math.sqrt(3))
+    assert (found.pairs, found.verdict) == (3, "better")
+    assert analysis.compare_pairs({0: 1.0}, {0: 2.0}).verdict == "one seed"
+    assert analysis.compare_pairs({0: 1.0, 1: 2.0}, {0: 2.0, 1: 1.5}).verdict == "no difference shown"
+    assert analysis.compare_pairs({0: 2.0, 1: 3.0}, {0: 1.0, 1: 1.99}).verdict == "worse"
+
+
+def test_step_ratios_interpolate_the_baseline_in_log_steps() -> None:
+    by_steps = {40: 3.0, 80: 2.0, 160: 1.5}
+    assert analysis.find_equal_steps(2.0, by_steps) == pytest.approx(80)
+    assert analysis.find_equal_steps(1.75, by_steps) == pytest.approx(math.sqrt(80 * 160))
+    assert analysis.find_equal_steps(3.5, by_steps) == 0
+    assert analysis.find_equal_steps(1.0, by_steps) == math.inf
+
+
+def test_relative_adam_scales_the_step_of_adamw() -> None:
+    weight = torch.randn(5, 7) ** 3
+    gradients = [torch.randn(5, 7) for _ in range(3)]
+    relative, bias = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
+    optimizer = arms.RelativeAdam([relative], [bias], slope=0.3, lr=0.01)
+    expected, moments, squares = weight.double(), torch.zeros(5, 7).double(), torch.zeros(5, 7).double()
+    curvature = 0.3 / weight.double().square().mean().sqrt()
+    for step, gradient in enumerate(gradients, 1):
+        relative.grad, bias.grad = gradient.clone(), torch.ones(3)
+        optimizer.step()
+        moments = 0.9 * moments + 0.1 * gradient.double()
+        squares = 0.999 * squares + 0.001 * gradient.double() ** 2
+        direction = (moments / (1 - 0.9**step)) / ((squares / (1 - 0.999**step)).sqrt() + 1e-8)
+        moved = -0.01 * (direction + arms.WEIGHT_DECAY * expected)
+        expected = expected + moved * (1 + curvature * expected.abs())
+    torch.testing.assert_close(relative.double(), expected, rtol=20 * torch.finfo(torch.float32).eps, atol=1e-7)
+    assert (bias < 1 - 0.029).all()
+
+
+def test_powerpropagation_starts_at_the_weight() -> None:
+    weight = torch.randn(64, 64) ** 3
+    power = arms.SignedPower(2.0)
+    torch.testing.assert_close(power(power.right_inverse(weight)), weight, rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        plan.Arm("full", rate=1e-2),
+        plan.Arm("relative", rate=1e-2),
+        plan.Arm("power", rate=1e-2),
+        plan.Arm("sel", {"init": "congruent"}, rate=1e-2),
+    ],
+    ids=lambda arm: arm.method,
+)
+def test_a_run_learns_and_repeats_bit_for_bit(arm: plan.Arm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(texts, "VOCABULARY", 300)
+    chosen = plan.Plan("p", TINY_SETTING, "a", {"a": arm})
+    run = plan.Run("p", "a", 1e-2, 0)
+    first, again = trial.train(chosen, run), trial.train(chosen, run)
+    assert first["final"] == again["final"]
+    assert first["final"]["text"] < first["start"]["text"] - 0.1
+    assert [point["step"] for point in first["curve"]] == [0, 2, 4]
+    assert first["tokens"] == 4 * 2 * 32
+    assert all(change > 0 for changes in first["change"].values() for change in changes[:2])
+    trial.write_result(tmp_path / run.file, first)
+    assert plan.read_results(tmp_path)[run.file]["final"]["text"] == pytest.approx(first["final"]["text"], rel=1e-5)
+    assert list(plan.list_missing({"p": chosen}, plan.read_results(tmp_path))) == []
+
+
+def test_seeds_decide_the_order_of_the_text_and_arms_share_it() -> None:
+    blocks = torch.arange(20).view(10, 2)
+    batches = trial.draw_batches(blocks, 4, 3, seed=1)
+    assert batches.shape == (4, 3, 2)
+    assert batches.equal(trial.draw_batches(blocks, 4, 3, seed=1))
+    assert not batches.equal(trial.draw_batches(blocks, 4, 3, seed=2))
+    assert sorted(batches.view(-1, 2)[:10, 0].tolist()) == list(range(0, 20, 2))
+
+
+def test_changes_are_sorted_by_the_size_of_the_weight() -> None:
+    before = {"layers.0.q_proj": torch.tensor([[0.1, 1.0], [-1.5, 3.0]])}
+    after = {"layers.0.q_proj": before["layers.0.q_proj"] + torch.tensor([[0.1, 0.2], [0.3, 0.4]])}
+    rms = before["layers.0.q_proj"].square().mean().sqrt().item()
+    expected = [0.1 / rms, math.hypot(0.2, 0.3) / math.sqrt(2) / rms, 0.4 / rms, 0.0, 0.0]
+    assert trial.describe_change(before, after)["q_proj"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_held_out_documents_are_in_no_training_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(texts, "VOCABULARY", 300)
+    monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 4)
+    monkeypatch.setitem(texts.SOURCES, "letters", lambda: (chr(97 + n) * 500 for n in range(20)))
+    blocks = texts.load_blocks("letters", 16, None)
+    assert len(blocks.held_out) == 4
+    separator = 0
+    assert not (set(blocks.train.unique().tolist()) & set(blocks.held_out.unique().tolist())) - {separator}
+
+
+def test_roff_becomes_plain_text() -> None:
+    page = '.\\" a comment\n.TH LS 1\n.SH NAME\nls \\- \\fBlist\\fP files\n.PP\n\\fI\\,FILE\\/\\fP\\ name\n'
+    assert texts.strip_roff(page) == "NAME\nls - list files\nFILE name"
+
+
+def test_committed_results_are_those_of_the_plans() -> None:
+    plans = {name: plan.load_plan(name) for name in command.ORDER}
+    for name, result in plan.read_results().items():
+        arm = plans[result["plan"]].arms[result["arm"]]
+        assert name == plan.Run(result["plan"], result["arm"], result["rate"], result["seed"]).file
+        assert (result["method"], result["options"]) == (arm.method, json.loads(json.dumps(arm.options)))
+        assert result["steps"] == (arm.steps or plans[result["plan"]].setting.steps)
