@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,21 @@ import torch
 from torch import nn
 
 from benchmarks.learning import __main__ as command
-from benchmarks.learning import analysis, arms, plan, texts, trial
+from benchmarks.learning import analysis, arms, plan, report, texts, trial
 
 SETTING = plan.Setting(model="smollm2", text="pydoc", steps=8)
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32}
 TINY_SETTING = plan.Setting(
-    model=TINY, text="pydoc", steps=4, sequences=2, length=32, eval_every=2, eval_blocks=2, final_blocks=3
+    model=TINY,
+    text="pydoc",
+    steps=4,
+    sequences=2,
+    length=32,
+    eval_every=2,
+    eval_blocks=2,
+    validation_blocks=3,
+    test_blocks=5,
 )
 
 
@@ -36,7 +46,7 @@ def make_result(arm: str, rate: float, loss: float, seed: int = 0, steps: int = 
         "rate": rate,
         "seed": seed,
         "steps": steps,
-        "final": {"text": loss},
+        "final": {"validation": loss, "text": loss + 0.1},
         "curve": curve,
         "trained_parameters": 10,
     }
@@ -119,13 +129,18 @@ def test_paired_intervals_are_those_of_students_t() -> None:
     assert analysis.compare_pairs({0: 1.0}, {0: 2.0}).verdict == "one seed"
     assert analysis.compare_pairs({0: 1.0, 1: 2.0}, {0: 2.0, 1: 1.5}).verdict == "no difference shown"
     assert analysis.compare_pairs({0: 2.0, 1: 3.0}, {0: 1.0, 1: 1.99}).verdict == "worse"
+    assert analysis.compare_pairs({0: math.inf, 1: 3.0}, {0: 1.0, 1: 2.0}).verdict == "diverged"
+    assert analysis.compare_pairs({0: 1.0}, {0: math.inf}) is None
 
 
 def test_step_ratios_interpolate_the_baseline_in_log_steps() -> None:
     by_steps = {40: 3.0, 80: 2.0, 160: 1.5}
     assert analysis.find_equal_steps(2.0, by_steps) == pytest.approx(80)
     assert analysis.find_equal_steps(1.75, by_steps) == pytest.approx(math.sqrt(80 * 160))
+    assert analysis.find_equal_steps(3.0, by_steps) == pytest.approx(40)
+    assert analysis.find_equal_steps(1.5, {**by_steps, 320: 1.5}) == pytest.approx(160)
     assert analysis.find_equal_steps(3.5, by_steps) == 0
+    assert analysis.find_equal_steps(math.inf, by_steps) == 0
     assert analysis.find_equal_steps(1.0, by_steps) == math.inf
 
 
@@ -167,6 +182,7 @@ def test_powerpropagation_starts_at_the_weight() -> None:
 def test_a_run_learns_and_repeats_bit_for_bit(arm: plan.Arm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(texts, "VOCABULARY", 300)
+    monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 8)
     chosen = plan.Plan("p", TINY_SETTING, "a", {"a": arm})
     run = plan.Run("p", "a", 1e-2, 0)
     first, again = trial.train(chosen, run), trial.train(chosen, run)
@@ -193,24 +209,98 @@ def test_changes_are_sorted_by_the_size_of_the_weight() -> None:
     before = {"layers.0.q_proj": torch.tensor([[0.1, 1.0], [-1.5, 3.0]])}
     after = {"layers.0.q_proj": before["layers.0.q_proj"] + torch.tensor([[0.1, 0.2], [0.3, 0.4]])}
     rms = before["layers.0.q_proj"].square().mean().sqrt().item()
-    expected = [0.1 / rms, math.hypot(0.2, 0.3) / math.sqrt(2) / rms, 0.4 / rms, 0.0, 0.0]
-    assert trial.describe_change(before, after)["q_proj"] == pytest.approx(expected, rel=1e-5)
+    expected = [0.1 / rms, math.hypot(0.2, 0.3) / math.sqrt(2) / rms, 0.4 / rms]
+    found = trial.describe_change(before, after)["q_proj"]
+    assert found[:3] == pytest.approx(expected, rel=1e-5)
+    assert found[3:] == [None, None]
 
 
-def test_held_out_documents_are_in_no_training_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(texts, "VOCABULARY", 300)
+def test_held_out_blocks_are_of_other_documents_and_share_no_wording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 8)
+    documents = torch.arange(40 * 90).view(40, 90).tolist()
+    for number in (1, 4, 9):
+        documents[number][:85] = documents[30][:85]
+    train, held_out = texts.split_documents(documents, 32)
+    assert held_out.shape == (8, 32)
+    owners = [[n for n, document in enumerate(documents) if set(block) <= set(document)] for block in held_out.tolist()]
+    assert len({owner for (owner,) in owners}) == 8
+    assert not {1, 4, 9} & {owner for (owner,) in owners}
+    assert not set(train.view(-1).tolist()) & set(held_out.view(-1).tolist())
+
+
+def test_too_little_distinct_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 4)
-    monkeypatch.setitem(texts.SOURCES, "letters", lambda: (chr(97 + n) * 500 for n in range(20)))
-    blocks = texts.load_blocks("letters", 16, None)
-    assert len(blocks.held_out) == 4
-    separator = 0
-    assert not (set(blocks.train.unique().tolist()) & set(blocks.held_out.unique().tolist())) - {separator}
+    with pytest.raises(SystemExit, match="only 0 of 4 held-out blocks differ enough"):
+        texts.split_documents([list(range(100))] * 30, 32)
+
+
+def test_hashes_of_grams_are_equal_where_the_grams_are() -> None:
+    tokens = torch.randint(0, 3, (400,), generator=torch.Generator().manual_seed(0))
+    hashes = texts.hash_grams(tokens).tolist()
+    grams = [tuple(tokens[n : n + texts.GRAM].tolist()) for n in range(len(hashes))]
+    assert len(hashes) == 400 - texts.GRAM + 1
+    assert len(set(zip(hashes, grams, strict=True))) == len(set(grams)) == len(set(hashes))
 
 
 def test_roff_becomes_plain_text() -> None:
     page = '.\\" a comment\n.TH LS 1\n.SH NAME\nls \\- \\fBlist\\fP files\n.PP\n\\fI\\,FILE\\/\\fP\\ name\n'
     assert texts.strip_roff(page) == "NAME\nls - list files\nFILE name"
+
+
+def test_the_report_says_what_the_runs_gave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(texts, "VOCABULARY", 300)
+    monkeypatch.setattr(texts, "HELD_OUT_BLOCKS", 8)
+    setting = replace(TINY_SETTING, known="pydoc", known_blocks=2)
+    chosen = {"base": plan.Arm("full", sweep=2e-3), "other": plan.Arm("sel", {"init": "congruent"}, rate=2e-3)}
+    chosen["long"] = plan.Arm("full", rate_of="p/base", steps=6)
+    plans = {"p": plan.Plan("p", setting, "base", chosen, ("base", "other"), (0, 1))}
+    while missing := list(plan.list_missing(plans, plan.read_results(tmp_path))):
+        for run in missing:
+            trial.write_result(tmp_path / run.file, trial.train(plans["p"], run))
+    results = plan.read_results(tmp_path)
+    report.write_report(plans, results, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    rows = {line.split("`")[1]: line.split(" | ") for line in page.splitlines() if line.startswith("| `")}
+    rate = min((r["final"]["validation"], r["rate"]) for r in results.values() if r["arm"] == "base" and not r["seed"])[
+        1
+    ]
+    mine, base = (
+        [r for r in results.values() if (r["arm"], r["rate"]) == key] for key in (("other", 2e-3), ("base", rate))
+    )
+    differences = [a["final"]["text"] - b["final"]["text"] for a, b in zip(mine, base, strict=True)]
+    table = page.split("| arm | trained |")[1].split("\n\n")[0]
+    other = next(line for line in table.splitlines() if "`other`" in line).split(" | ")
+    assert (
+        other[4] == f"{statistics.mean(differences):+.3f} ± {12.706 * statistics.stdev(differences) / math.sqrt(2):.3f}"
+    )
+    assert "(not swept)" in other[2] and "baseline" in next(line for line in table.splitlines() if "`base`" in line)
+    assert (
+        "`long`" not in table and f"6 steps {results[f'p/long-lr{rate:.3g}-seed0.json']['final']['text']:.3f}" in page
+    )
+    assert "nan" not in page and "None" not in page and rows
+    for name in re.findall(r"\(figures/(.*?)\)", page):
+        ElementTree.parse(tmp_path / "figures" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", command.ORDER)
+def test_every_arm_of_every_plan_trains_and_merges(name: str) -> None:
+    chosen = plan.load_plan(name)
+    scratch = chosen.setting.model != trial.SMOLLM2
+    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    for arm in chosen.arms.values():
+        model = trial.make_model(replace(TINY_SETTING), 300, seed=0)
+        start = model(tokens).logits.detach()
+        torch.manual_seed(0)
+        trained = arms.METHODS[arm.method](model, arms.Task(1e-3, 4, 1, scratch), **arm.options)
+        if arm.options.get("init") != "congruent":
+            torch.testing.assert_close(trained.model.eval()(tokens).logits, start, rtol=1e-4, atol=1e-4)
+        assert trial.train_steps(trained, tokens[None].expand(3, -1, -1), trial.Curve(TINY_SETTING, arm, tokens[:1]), 3)
+        trained.model.eval()
+        adapted = trained.model(tokens).logits.detach()
+        assert not torch.equal(adapted, start)
+        torch.testing.assert_close(trial.merge(trained.model).eval()(tokens).logits, adapted, rtol=1e-4, atol=1e-4)
 
 
 def test_committed_results_are_those_of_the_plans() -> None:
@@ -220,3 +310,21 @@ def test_committed_results_are_those_of_the_plans() -> None:
         assert name == plan.Run(result["plan"], result["arm"], result["rate"], result["seed"]).file
         assert (result["method"], result["options"]) == (arm.method, json.loads(json.dumps(arm.options)))
         assert result["steps"] == (arm.steps or plans[result["plan"]].setting.steps)
+        if arm.sweep is not None:
+            exponent = math.log2(result["rate"] / arm.sweep)
+            assert exponent == pytest.approx(round(exponent), abs=0.02)
+
+
+@pytest.mark.parametrize("method", ["full", "relative"])
+def test_arms_from_scratch_start_from_the_weights_that_sel_draws(method: str) -> None:
+    found = {}
+    for name, options in {method: {}, "sel": {"mode": "congruent", "offset": "column"}}.items():
+        model = trial.make_model(TINY_SETTING, 300, seed=3)
+        torch.manual_seed(3)
+        trained = arms.METHODS[name](model, arms.Task(1e-3, 4, 1, True), **options)
+        found[name] = trial.read_weights(trained.model, whole=True)
+        assert all(parameter.requires_grad for parameter in model.parameters()) or name == "sel"
+    for key, weight in found[method].items():
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.9 * bound < weight.abs().max() <= bound
+        torch.testing.assert_close(found["sel"][key], weight, rtol=1e-6, atol=0)

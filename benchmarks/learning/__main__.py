@@ -40,7 +40,7 @@ def list_chosen(plans: dict[str, Plan], chosen: Sequence[str], out: Path) -> lis
 
 
 def run_missing(plans: dict[str, Plan], chosen: Sequence[str], out: Path, workers: int) -> None:
-    """Run what is missing of some plans; a run that fails stops the rest."""
+    """Run what is missing of some plans; after one that fails no other is started."""
     for name in chosen:
         load_texts(plans[name].setting)  # fills the cache before several processes need it
     running: dict[Run, subprocess.Popen[bytes]] = {}
@@ -49,6 +49,8 @@ def run_missing(plans: dict[str, Plan], chosen: Sequence[str], out: Path, worker
             if process.poll() is not None:
                 del running[run]
                 if process.returncode:
+                    for other in running.values():
+                        other.wait()
                     sys.exit(f"{run} failed with exit status {process.returncode}")
         waiting = [run for run in list_chosen(plans, chosen, out) if run not in running]
         if not waiting and not running:
@@ -72,9 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     plans = {name: load_plan(name) for name in ORDER}
     if args.run:
-        plan, arm, rate, seed = args.run
-        run = Run(plan, arm, float(rate), int(seed))
-        result = train(plans[plan], run)
+        name, arm, rate, seed = args.run
+        if name not in plans or arm not in plans[name].arms:
+            parser.error(f"--run {name} {arm}: there is no such arm")
+        run = Run(name, arm, float(rate), int(seed))
+        if (args.out / run.file).exists():
+            parser.error(f"{args.out / run.file} exists, and a result stays as it is; name another folder with --out")
+        result = train(plans[name], run)
         write_result(args.out / run.file, result)
         print(run.file, result["final"], f"{result['seconds']:.0f} s", flush=True)
         return

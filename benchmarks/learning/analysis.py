@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ class Difference(NamedTuple):
     @property
     def verdict(self) -> str:
         """What may be said of an arm with this difference in loss to the baseline."""
+        if math.isinf(self.mean):
+            return "diverged"
         if self.half_width is None:
             return "one seed"
         if abs(self.mean) <= self.half_width:
@@ -47,17 +51,16 @@ def compare_pairs(values: Mapping[int, float], base: Mapping[int, float]) -> Dif
         base: The same of the baseline.
 
     Returns:
-        The difference, negative where values are lower; None without a common seed.
+        The difference, negative where values are lower; None without a common seed of which the baseline is finite.
     """
-    differences = [values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())]
+    common = sorted(values.keys() & base.keys())
+    differences = [values[seed] - base[seed] for seed in common if math.isfinite(base[seed])]
     if not differences:
         return None
-    count = len(differences)
-    mean = sum(differences) / count
-    if count == 1:
-        return Difference(mean, None, 1)
-    variance = sum((difference - mean) ** 2 for difference in differences) / (count - 1)
-    return Difference(mean, T_QUANTILES[count - 1] * math.sqrt(variance / count), count)
+    mean, count = statistics.fmean(differences), len(differences)
+    if count == 1 or math.isinf(mean):
+        return Difference(mean, None, count)
+    return Difference(mean, T_QUANTILES[count - 1] * statistics.stdev(differences) / math.sqrt(count), count)
 
 
 def find_equal_steps(loss: float, by_steps: Mapping[int, float]) -> float:
@@ -71,17 +74,24 @@ def find_equal_steps(loss: float, by_steps: Mapping[int, float]) -> float:
         Steps, interpolated in log(steps); beyond the longest run inf, below the shortest 0.
     """
     known = sorted(by_steps.items())
+    if not loss <= known[0][1]:  # also where either diverged
+        return 0.0
     for (steps, high), (more, low) in pairwise(known):
-        if low <= loss <= high:
+        if low <= loss < high:
             share = (high - loss) / (high - low)
             return math.exp(math.log(steps) + share * (math.log(more) - math.log(steps)))
-    return 0.0 if loss > known[0][1] else math.inf
+    return float(known[0][0]) if loss == known[0][1] else math.inf
 
 
-def final_losses(results: Results, plan: str, arm: str, rate: float, text: str = "text") -> dict[int, float]:
-    """Return the final loss of an arm at a rate, by seed; a run that diverged counts as infinite."""
-    runs = [r for r in results.values() if (r["plan"], r["arm"]) == (plan, arm) and math.isclose(r["rate"], rate)]
-    return {run["seed"]: math.inf if run["final"] is None else run["final"].get(text, math.nan) for run in runs}
+def find_runs(results: Results, plan: str, arm: str, rate: float | None) -> dict[int, dict[str, Any]]:
+    """Return the runs of an arm at a rate by seed."""
+    runs = [r for r in results.values() if (r["plan"], r["arm"], r["rate"]) == (plan, arm, rate)]
+    return {run["seed"]: run for run in sorted(runs, key=lambda run: int(run["seed"]))}
+
+
+def read_losses(runs: Mapping[int, dict[str, Any]], text: str = "text") -> dict[int, float]:
+    """Return final losses by seed; of a run that diverged, infinity."""
+    return {seed: math.inf if run["final"] is None else run["final"][text] for seed, run in runs.items()}
 
 
 def read_curve(result: dict[str, Any]) -> list[tuple[int, float]]:
@@ -91,103 +101,99 @@ def read_curve(result: dict[str, Any]) -> list[tuple[int, float]]:
 
 def read_lengths(plans: dict[str, Plan], results: Results, plan: Plan) -> dict[int, float]:
     """Return the final loss of a plan's baseline by steps, with the first seed, its runs of other lengths included."""
-    baseline, seed = f"{plan.name}/{plan.baseline}", plan.seeds[0]
+    baseline = f"{plan.name}/{plan.baseline}"
+    method = plan.arms[plan.baseline].method if plan.baseline in plan.arms else None
     found = {}
     for other in plans.values():
         for name, arm in other.arms.items():
-            same = (other.name, name) == (plan.name, plan.baseline)
-            if same or (arm.rate_of == baseline and arm.steps and arm.method == plan.arms[plan.baseline].method):
-                rate = resolve_rate(plans, results, other.name, name)
-                losses = {} if rate is None else final_losses(results, other.name, name, rate)
-                if seed in losses:
-                    found[arm.steps or plan.setting.steps] = losses[seed]
+            if f"{other.name}/{name}" == baseline or (arm.rate_of == baseline and arm.steps and arm.method == method):
+                runs = find_runs(results, other.name, name, resolve_rate(plans, results, other.name, name))
+                losses = read_losses(runs)
+                if plan.seeds[0] in losses:
+                    found[arm.steps or plan.setting.steps] = losses[plan.seeds[0]]
     return found
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True)
+class Summary:
     """What the report says of an arm at its best rate.
 
     Attributes:
         arm: Its name.
         rate: The rate.
-        parameters: Trained parameters.
-        losses: Final loss by seed.
-        known: Final loss on the known text by seed; empty from scratch.
-        difference: In final loss to the baseline.
-        known_difference: The same on the known text.
-        ratios: Step ratio by seed.
-        crossings: Steps of the arm over the step where it first reaches the baseline's final loss, by seed; None where
-            it does not.
+        swept: Whether a sweep found it.
+        runs: Its runs by seed.
+        base: Those of the baseline.
+        lengths: Final loss of the baseline by steps, with the first seed.
     """
 
     arm: str
     rate: float
-    parameters: int
-    losses: dict[int, float]
-    known: dict[int, float]
-    difference: Difference | None
-    known_difference: Difference | None
-    ratios: dict[int, float]
-    crossings: dict[int, float | None]
+    swept: bool
+    runs: dict[int, dict[str, Any]]
+    base: dict[int, dict[str, Any]]
+    lengths: dict[int, float]
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the arm is the baseline itself."""
+        return self.runs == self.base
+
+    def compare(self, text: str = "text") -> Difference | None:
+        """Compare final losses with the baseline's."""
+        return compare_pairs(read_losses(self.runs, text), read_losses(self.base, text))
+
+    def measure_block_error(self) -> float | None:
+        """Return the standard error over test blocks of the difference to the baseline, with the first common seed."""
+        seed = min(self.runs.keys() & self.base.keys(), default=None)
+        if seed is None or self.runs[seed]["final"] is None or self.base[seed]["final"] is None:
+            return None
+        pairs = zip(self.runs[seed]["final_blocks"]["text"], self.base[seed]["final_blocks"]["text"], strict=True)
+        differences = [mine - other for mine, other in pairs]
+        return statistics.stdev(differences) / math.sqrt(len(differences))
+
+    def find_step_ratios(self) -> dict[int, float]:
+        """Return, by seed, the baseline's steps for the arm's final loss over the arm's steps.
+
+        The baseline's other lengths have one seed, so what an arm gains on the baseline of its own seed is laid on that
+        curve.
+        """
+        losses, base = read_losses(self.runs), read_losses(self.base)
+        ratios = {}
+        for seed in losses.keys() & base.keys() if len(self.lengths) > 1 else ():
+            loss = self.lengths[self.base[seed]["steps"]] + losses[seed] - base[seed]
+            ratios[seed] = find_equal_steps(loss, self.lengths) / self.runs[seed]["steps"]
+        return ratios
+
+    def find_crossings(self) -> dict[int, float | None]:
+        """Return, by seed, the steps over the step at which the curve first reaches the baseline's end, if it does."""
+        crossings: dict[int, float | None] = {}
+        for seed in self.runs.keys() & self.base.keys():
+            level = read_curve(self.base[seed])[-1][1]
+            step = find_reaching_step(read_curve(self.runs[seed]), level)
+            crossings[seed] = None if step is None else self.base[seed]["steps"] / step
+        return crossings
 
 
-def summarize(
-    plans: dict[str, Plan], results: Results, plan: Plan, arm: str, lengths: Mapping[int, float]
-) -> Summary | None:
-    """Summarize an arm at its best rate.
-
-    Args:
-        plans: All plans.
-        results: All results.
-        plan: The arm's plan.
-        arm: Its name.
-        lengths: Final loss of the baseline by steps, with the first seed.
-
-    Returns:
-        The summary; None while the best rate is not known.
-    """
-    baseline_plan, _, baseline = plan.baseline.rpartition("/")
-    baseline_plan = baseline_plan or plan.name
-    rate, base_rate = (
-        resolve_rate(plans, results, plan.name, arm),
-        resolve_rate(plans, results, baseline_plan, baseline),
-    )
-    if rate is None or base_rate is None:
-        return None
-    runs = _runs_by_seed(results, plan.name, arm, rate)
-    base_runs = _runs_by_seed(results, baseline_plan, baseline, base_rate)
-    if not runs or not base_runs:
-        return None
-    losses, base = (
-        final_losses(results, *key) for key in ((plan.name, arm, rate), (baseline_plan, baseline, base_rate))
-    )
-    has_known = plan.setting.known is not None
-    known = final_losses(results, plan.name, arm, rate, "known") if has_known else {}
-    known_base = final_losses(results, baseline_plan, baseline, base_rate, "known") if has_known else {}
-    ratios, crossings = {}, {}
-    for seed in sorted(losses.keys() & base.keys()):
-        if len(lengths) > 1:
-            # lengths has one seed: what another gains on the baseline of its own seed is laid on that curve
-            first = lengths[plan.setting.steps]
-            steps = plan.arms[arm].steps or plan.setting.steps
-            ratios[seed] = find_equal_steps(first + losses[seed] - base[seed], lengths) / steps
-        level = read_curve(base_runs[seed])[-1][1]
-        crossing = find_reaching_step(read_curve(runs[seed]), level)
-        crossings[seed] = None if crossing is None else base_runs[seed]["steps"] / crossing
-    parameters = next(iter(runs.values()))["trained_parameters"]
-    return Summary(
-        arm,
-        rate,
-        parameters,
-        losses,
-        known,
-        compare_pairs(losses, base),
-        compare_pairs(known, known_base),
-        ratios,
-        crossings,
-    )
+def summarize(plans: dict[str, Plan], results: Results, plan: Plan) -> list[Summary]:
+    """Summarize the arms whose best rate is known and whose runs are as long as the baseline's, the best first."""
+    owner, _, baseline = plan.baseline.rpartition("/")
+    owner = owner or plan.name
+    base = find_runs(results, owner, baseline, resolve_rate(plans, results, owner, baseline))
+    lengths, found = read_lengths(plans, results, plan), []
+    for name, arm in plan.arms.items():
+        rate = resolve_rate(plans, results, plan.name, name)
+        runs = find_runs(results, plan.name, name, rate)
+        if (
+            rate is not None
+            and runs
+            and base
+            and {r["steps"] for r in [*runs.values(), *base.values()]} == {next(iter(base.values()))["steps"]}
+        ):
+            found.append(Summary(name, rate, arm.sweep is not None, runs, base, lengths))
+    return sorted(found, key=_mean_difference)
 
 
-def _runs_by_seed(results: Results, plan: str, arm: str, rate: float) -> dict[int, dict[str, Any]]:
-    runs = [r for r in results.values() if (r["plan"], r["arm"]) == (plan, arm) and math.isclose(r["rate"], rate)]
-    return {run["seed"]: run for run in sorted(runs, key=lambda run: int(run["seed"]))}
+def _mean_difference(found: Summary) -> float:
+    difference = found.compare()
+    return math.inf if difference is None else difference.mean

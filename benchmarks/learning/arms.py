@@ -86,6 +86,13 @@ def make_peft(model: nn.Module, task: Task, config: str, **options: Any) -> Trai
     return _finish(wrapped, _make_adamw(wrapped.parameters(), task), task)
 
 
+def draw_targets(model: nn.Module) -> nn.Module:
+    """Return a plain model whose target weights are what make_sel draws from scratch under the same seed."""
+    config = SELConfig(target_modules=list(DENSE_TARGETS), init_target="xavier_uniform", mode="congruent")
+    drawn: nn.Module = peft.get_peft_model(model, config).merge_and_unload()
+    return drawn.requires_grad_(True)
+
+
 def make_sel(model: nn.Module, task: Task, **options: Any) -> Trained:
     """SEL with fields of SELConfig other than their defaults, and its own parameter groups."""
     if task.scratch:

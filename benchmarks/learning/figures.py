@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,14 @@ def draw_plan(plan: Plan, runs: Runs, results: Results, summaries: list[Summary]
     if sweeps:
         drawn["rates"] = plot_rates(sweeps), "final loss by learning rate, first seed"
     if plan.setting.known is not None and sweeps:
-        drawn["forgetting"] = plot_forgetting(results, plan, list(sweeps)), "what was learned and forgotten, by rate"
+        drawn["forgetting"] = (
+            plot_forgetting(results, plan, list(sweeps)),
+            "what was learned and forgotten, by rate; dashed: before",
+        )
     changes = {arm: runs[arm]["change"] for arm in wanted if runs[arm]["final"] is not None}
     if len(changes) > 1:
         drawn["changes"] = plot_changes(changes), "size of the change by size of the weight, first seed"
-    for arm in ("sel", "paper"):
+    for arm in ("sel", "sel-small", "paper"):
         if arm in runs:
             drawn[f"scales-{arm}"] = (
                 plot_scale_trajectories(read_scales(runs[arm])),
@@ -64,6 +68,12 @@ def draw_plan(plan: Plan, runs: Runs, results: Results, summaries: list[Summary]
     for name, (figure, _) in drawn.items():
         save_figure(figure, folder / f"{plan.name}-{name}.svg", overwrite=True)
     return {f"{plan.name}-{name}.svg": caption for name, (_, caption) in drawn.items()}
+
+
+def average_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def read_scales(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
@@ -101,18 +111,24 @@ def plot_forgetting(results: Results, plan: Plan, arms: list[str]) -> Figure:
     for axis, key in (("x", "text"), ("y", "known")):
         best = min(final[key] for final in finals)
         axes.set(**{f"{axis}lim": (best - 0.02, best + MOST_LOSS)})
+    known = [r["start"]["known"] for r in results.values() if r["plan"] == plan.name and r["start"]]
+    if known:
+        axes.axhline(known[0], color="0.5", linestyle="--", linewidth=1)
     _add_legend(figure, axes)
     return figure
 
 
 @styled
-def plot_changes(changes: Mapping[str, dict[str, list[float]]]) -> Figure:
+def plot_changes(changes: Mapping[str, dict[str, list[float | None]]]) -> Figure:
     """Draw the rms change of weights by their size, averaged over the roles of modules."""
     figure, axes = _make_axes("size of the weight over the rms of its tensor", "rms change over that rms")
     labels = [f"{low:g}-{high:g}" if math.isfinite(high) else f"over {low:g}" for low, high in pairwise(BINS)]
     for index, arm in enumerate(changes):
-        averages = [sum(column) / len(column) for column in zip(*changes[arm].values(), strict=True)]
-        axes.plot(labels, averages, **_look(index), label=arm)
+        columns = zip(*changes[arm].values(), strict=True)
+        known = [
+            (label, value) for label, c in zip(labels, columns, strict=True) if (value := average_known(c)) is not None
+        ]
+        axes.plot(*zip(*known, strict=True), **_look(index), label=arm)
     axes.set_ylim(bottom=0)
     _add_legend(figure, axes)
     return figure

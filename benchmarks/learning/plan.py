@@ -30,8 +30,10 @@ class Setting:
         sequences: Blocks in a step.
         length: Tokens in a block.
         eval_every: Steps between two points of the curve.
-        eval_blocks: Held-out blocks of a point of the curve.
-        final_blocks: Held-out blocks of each text at the start and the end.
+        eval_blocks: Validation blocks of a point of the curve.
+        validation_blocks: Held-out blocks that choose the learning rate.
+        test_blocks: Others, whose loss is reported.
+        known_blocks: Held-out blocks of the known text.
         warmup_share: Share of the steps in which the rate rises; afterwards it falls linearly to 0.
     """
 
@@ -42,8 +44,10 @@ class Setting:
     sequences: int = 1
     length: int = 512
     eval_every: int = 8
-    eval_blocks: int = 4
-    final_blocks: int = 16
+    eval_blocks: int = 8
+    validation_blocks: int = 16
+    test_blocks: int = 32
+    known_blocks: int = 16
     warmup_share: float = 0.1
 
 
@@ -146,11 +150,11 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def losses_by_rate(results: dict[str, dict[str, Any]], plan: str, arm: str, seed: int) -> dict[float, float]:
-    """Return final held-out losses by learning rate; a run that diverged counts as infinite."""
-    runs = [
-        result for result in results.values() if (result["plan"], result["arm"], result["seed"]) == (plan, arm, seed)
-    ]
-    return {run["rate"]: math.inf if run["final"] is None else run["final"]["text"] for run in sorted(runs, key=_rate)}
+    """Return final losses on the validation blocks by learning rate; a run that diverged counts as infinite."""
+    runs = [r for r in results.values() if (r["plan"], r["arm"], r["seed"]) == (plan, arm, seed)]
+    return {
+        run["rate"]: math.inf if run["final"] is None else run["final"]["validation"] for run in sorted(runs, key=_rate)
+    }
 
 
 def _rate(result: dict[str, Any]) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from . import figures
-from .analysis import Difference, Results, Summary, read_lengths, summarize
-from .plan import FOLDER, Plan, find_best_rate, list_missing, losses_by_rate, resolve_rate
+from .analysis import Difference, Results, Summary, find_runs, read_losses, summarize
+from .plan import FOLDER, Plan, find_best_rate, list_missing, losses_by_rate, read_results, resolve_rate
 from .trial import BINS
 
 FINDINGS = FOLDER / "findings.md"
+PILOT = FOLDER / "pilot"
 
 
 def write_report(plans: dict[str, Plan], results: Results, folder: Path = FOLDER) -> None:
@@ -28,7 +30,7 @@ def write_report(plans: dict[str, Plan], results: Results, folder: Path = FOLDER
     for plan in plans.values():
         if any(result["plan"] == plan.name for result in results.values()):
             sections += _render_plan(plans, results, plan, folder / "figures")
-    sections += [_render_machine(results), _render_missing(plans, results)]
+    sections += [_render_pilot(), _render_machine(results), _render_missing(plans, results)]
     text = "\n\n".join(section for section in sections if section)
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
@@ -41,18 +43,18 @@ def _render_plan(plans: dict[str, Plan], results: Results, plan: Plan, figures_f
     )
     tokens = setting.sequences * setting.length
     yield f"## {plan.name}: {model}, {setting.text}, {setting.steps} steps of {tokens:,} tokens"
-    lengths = read_lengths(plans, results, plan) if "/" not in plan.baseline else {}
-    if len(lengths) > 1:
+    summaries = summarize(plans, results, plan)
+    if summaries and len(lengths := summaries[0].lengths) > 1:
         listed = ", ".join(f"{steps} steps {loss:.3f}" for steps, loss in sorted(lengths.items()))
         yield f"Baseline `{plan.baseline}` at other lengths, each with its whole schedule (first seed): {listed}."
-    summaries = [found for arm in plan.arms if (found := summarize(plans, results, plan, arm, lengths)) is not None]
     if summaries:
         yield render_summaries(summaries, plan)
     sweeps = [(arm, losses_by_rate(results, plan.name, arm, plan.seeds[0])) for arm in plan.arms]
     sweeps = [(arm, losses) for arm, losses in sweeps if len(losses) > 1]
     if sweeps:
-        yield "Final loss by learning rate (first seed; the best in bold, an open end in italics):\n\n" + render_sweeps(
-            sweeps
+        yield (
+            "Validation loss by learning rate (first seed; best in bold, or in italics if at an edge):\n\n"
+            + render_sweeps(sweeps)
         )
     runs = {arm: run for arm in plan.arms if (run := find_run(plans, results, plan, arm)) is not None}
     captions = figures.draw_plan(plan, runs, results, summaries, figures_folder)
@@ -70,35 +72,32 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def render_summaries(summaries: list[Summary], plan: Plan) -> str:
     """Return the table of arms, the best first."""
-    header = ["arm", "trained", "rate", "final loss", "difference", "verdict", "step ratio", "to the baseline's loss"]
+    header = ["arm", "trained", "rate", "final loss by seed", "difference", "error over blocks", "verdict"]
+    header += ["step ratio", "reaches the baseline's loss"]
     if plan.setting.known is not None:
-        header.append("known text")
-    rows = []
-    for found in sorted(summaries, key=lambda found: found.losses[min(found.losses)]):
-        row = [
-            f"`{found.arm}`",
-            f"{found.parameters / 1e6:.1f}M",
-            f"{found.rate:.3g}",
-            ", ".join(f"{loss:.3f}" for loss in found.losses.values()),
-            *_render_difference(found),
-            _render_ratios(list(found.ratios.values())),
-            ", ".join("never" if crossing is None else f"{crossing:.2f}x" for crossing in found.crossings.values()),
-        ]
-        if plan.setting.known is not None:
-            row.append(_render_interval(found.known_difference))
-        rows.append(row)
-    return render_table(header, rows)
+        header += ["known text, start to end", "difference there"]
+    return render_table(header, [_render_summary(found, plan.setting.known is not None) for found in summaries])
 
 
-def _render_difference(found: Summary) -> tuple[str, str]:
-    if found.difference is None:
-        return "", ""
-    return _render_interval(found.difference), found.difference.verdict if any(_values(found)) else "baseline"
-
-
-def _values(found: Summary) -> list[float]:
-    assert found.difference is not None
-    return [found.difference.mean, found.difference.half_width or 0.0]
+def _render_summary(found: Summary, has_known: bool) -> list[str]:
+    difference, error = found.compare(), found.measure_block_error()
+    verdict = "baseline" if found.is_baseline else "" if difference is None else difference.verdict
+    row = [
+        f"`{found.arm}`",
+        f"{next(iter(found.runs.values()))['trained_parameters'] / 1e6:.1f}M",
+        f"{found.rate:.3g}" + ("" if found.swept else " (not swept)"),
+        ", ".join(f"{loss:.3f}" for loss in read_losses(found.runs).values()),
+        _render_interval(difference),
+        "" if error is None else f"{error:.3f}",
+        verdict,
+        _render_ratios([ratio for _, ratio in sorted(found.find_step_ratios().items())]),
+        ", ".join("never" if c is None else f"{c:.2f}x" for _, c in sorted(found.find_crossings().items())),
+    ]
+    if has_known:
+        starts = [run["start"]["known"] for run in found.base.values() if run["start"]]
+        ends = statistics.fmean(read_losses(found.runs, "known").values())
+        row += [" → ".join(f"{loss:.3f}" for loss in [*starts[:1], ends]), _render_interval(found.compare("known"))]
+    return row
 
 
 def _render_interval(difference: Difference | None) -> str:
@@ -136,27 +135,34 @@ def render_weights(runs: dict[str, dict[str, Any]]) -> str:
     rows = []
     for arm, run in runs.items():
         if run["final"] is not None:
-            changes = [_average(list(column)) for column in zip(*run["change"].values(), strict=True)]
+            changes = [figures.average_known(column) for column in zip(*run["change"].values(), strict=True)]
             described = [
                 " → ".join(
-                    f"{_average([role[key] for role in run['weights'][when].values()]):.3g}"
+                    f"{statistics.fmean([role[key] for role in run['weights'][when].values()]):.3g}"
                     for when in ("start", "end")
                 )
                 for key in ("mean_over_std", "spectral", "max_over_rms")
             ]
-            rows.append([f"`{arm}`", *(f"{change:.4f}" for change in changes), *described])
+            rows.append([f"`{arm}`", *("" if c is None else f"{c:.4f}" for c in changes), *described])
     return render_table(header, rows) if rows else ""
 
 
 def find_run(plans: dict[str, Plan], results: Results, plan: Plan, arm: str) -> dict[str, Any] | None:
     """Return the run of an arm at its best rate with the first seed, if there is one."""
-    rate = resolve_rate(plans, results, plan.name, arm)
-    found = [r for r in results.values() if (r["plan"], r["arm"], r["seed"]) == (plan.name, arm, plan.seeds[0])]
-    return next((run for run in found if run["rate"] == rate), None)
+    return find_runs(results, plan.name, arm, resolve_rate(plans, results, plan.name, arm)).get(plan.seeds[0])
 
 
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _render_pilot() -> str:
+    """Show the runs that came before the held-out text was mended."""
+    found: dict[str, dict[float, float]] = {}
+    for result in read_results(PILOT).values():
+        if result["seed"] == 0:
+            found.setdefault(result["arm"], {})[result["rate"]] = result["final"]["text"]
+    return (
+        "## Pilot\n\nFinal loss by learning rate on the held-out text of the first version (German manual pages, first "
+        "seed); PREREGISTRATION.md says what was wrong with it. Nothing above uses these runs.\n\n"
+        + render_sweeps([(arm, dict(sorted(losses.items()))) for arm, losses in found.items()])
+    )
 
 
 def _render_machine(results: Results) -> str:

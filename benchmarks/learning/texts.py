@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,11 @@ from torch import Tensor
 from peft_sel.data import read_pydoc_topics
 from peft_sel.demo.material import cache_folder
 
-HELD_OUT_BLOCKS = 64
+VERSION = 2  # of what becomes of a text: rises with every change here that changes a block
+HELD_OUT_BLOCKS = 64  # each of a document of its own
+CANDIDATES = 3  # documents set aside for each of them
+GRAM = 16  # tokens
+MOST_SEEN = 0.05  # share of a held-out block's grams that may occur in the training blocks
 VOCABULARY = 4096  # of the tokenizer for models from scratch
 SEPARATOR = "<|endoftext|>"
 MIN_CHARACTERS = 400
@@ -36,6 +42,9 @@ ROFF_ESCAPES = (
     (r"\\\(..|\\\[[^]]*\]", " "),
     (r"\\e", r"\\"),
 )
+TRANSLATORS_NOTE = re.compile(
+    r"^\.SH ÜBERSETZUNG.*", re.MULTILINE | re.DOTALL
+)  # ends most German pages, in one wording
 
 
 class Blocks(NamedTuple):
@@ -45,18 +54,21 @@ class Blocks(NamedTuple):
         train: Blocks to train on, (blocks, length), int64.
         held_out: Blocks of other documents.
         vocabulary: Number of tokens there are.
+        digest: SHA-256 of both.
     """
 
     train: Tensor
     held_out: Tensor
     vocabulary: int
+    digest: str
 
 
 def read_manpages() -> Iterator[str]:
     """Yield German manual pages (package manpages-de) without their markup."""
     with unpack_debian("manpages-de") as folder:
         for file in _list_files(folder, "usr/share/man/de/*/*.gz"):
-            yield strip_roff(gzip.decompress(file.read_bytes()).decode())
+            page = gzip.decompress(file.read_bytes()).decode()
+            yield strip_roff(TRANSLATORS_NOTE.sub("", page))
 
 
 def read_kernel() -> Iterator[str]:
@@ -67,14 +79,37 @@ def read_kernel() -> Iterator[str]:
                 yield gzip.decompress(file.read_bytes()).decode(errors="replace")
 
 
+def read_prose() -> Iterator[str]:
+    """Yield English essays: An Anarchist FAQ (package anarchism), which has long been on many web sites."""
+    with unpack_debian("anarchism") as folder:
+        for file in _list_files(folder, "usr/share/doc/anarchism/html/*.html"):
+            page = PageText()
+            page.feed(file.read_text(encoding="utf-8", errors="replace"))
+            yield " ".join(page.pieces)
+
+
+class PageText(HTMLParser):
+    """Collects the text of an HTML page, paragraph by paragraph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        """Add a piece of text unless it is a script's or a style's."""
+        if self.lasttag not in ("script", "style", "title") and data.strip():
+            self.pieces.append(" ".join(data.split()))
+
+
 def read_pydoc() -> Iterator[str]:
-    """Yield the help pages of Python's standard library."""
+    """Yield the help pages of Python's standard library, which need no network: for tests."""
     yield from (document["text"] for document in read_pydoc_topics())
 
 
 SOURCES: dict[str, Callable[[], Iterator[str]]] = {
     "manpages-de": read_manpages,
     "linux-doc": read_kernel,
+    "prose": read_prose,
     "pydoc": read_pydoc,
 }
 
@@ -125,7 +160,10 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def load_blocks(name: str, length: int, checkpoint: Path | None) -> Blocks:
-    """Return a text as blocks of tokens: the documents end to end, those of the held-out blocks apart.
+    """Return a text as blocks of tokens.
+
+    Training blocks are documents end to end. Each held-out block comes from a document of its own that is in no
+    training block, and at most MOST_SEEN of its grams of GRAM tokens occur in them: manual pages share much wording.
 
     Args:
         name: A name in SOURCES.
@@ -135,8 +173,8 @@ def load_blocks(name: str, length: int, checkpoint: Path | None) -> Blocks:
     Returns:
         The blocks, from a cache that the first call fills.
     """
-    kind = "own" if checkpoint is None else checkpoint.name
-    cache = cache_folder() / "learning" / f"{name}-{kind}-{length}.safetensors"
+    kind = f"own{VOCABULARY}" if checkpoint is None else checkpoint.name
+    cache = cache_folder() / "learning" / f"{name}-{kind}-{length}-v{VERSION}.safetensors"
     if not cache.is_file():
         documents = read_documents(name)
         tokenizer = (
@@ -144,24 +182,52 @@ def load_blocks(name: str, length: int, checkpoint: Path | None) -> Blocks:
         )
         end = tokenizer.token_to_id(SEPARATOR)
         pieces = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(documents)]
-        held_out, used = [], 0
-        while len(held_out) < HELD_OUT_BLOCKS * length:
-            held_out += pieces[used]
-            used += 1
-        train = [token for piece in pieces[used:] for token in piece]
+        train, held_out = split_documents(pieces, length)
         cache.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            "train": _cut(train, length),
-            "held_out": _cut(held_out, length)[:HELD_OUT_BLOCKS],
-            "vocabulary": torch.tensor(tokenizer.get_vocab_size()),
-        }
         unfinished = cache.with_suffix(".unfinished")
-        save_file(tensors, unfinished)
+        vocabulary = torch.tensor(tokenizer.get_vocab_size())
+        save_file({"train": train, "held_out": held_out, "vocabulary": vocabulary}, unfinished)
         unfinished.replace(cache)
     tensors = load_file(cache)
-    return Blocks(tensors["train"].long(), tensors["held_out"].long(), int(tensors["vocabulary"]))
+    digest = hashlib.sha256(tensors["train"].numpy().tobytes() + tensors["held_out"].numpy().tobytes()).hexdigest()
+    return Blocks(tensors["train"].long(), tensors["held_out"].long(), int(tensors["vocabulary"]), digest)
 
 
-def _cut(tokens: list[int], length: int) -> Tensor:
-    whole = len(tokens) // length * length
-    return torch.tensor(tokens[:whole], dtype=torch.int32).view(-1, length)
+def split_documents(documents: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
+    """Cut documents into training and held-out blocks.
+
+    Args:
+        documents: Token ids of each.
+        length: Tokens of a block.
+
+    Returns:
+        (training blocks, HELD_OUT_BLOCKS held-out blocks), int32, (blocks, length).
+    """
+    long_enough = [n for n, document in enumerate(documents) if len(document) > length]
+    aside = set(long_enough[: CANDIDATES * HELD_OUT_BLOCKS])
+    rest = [token for n, document in enumerate(documents) if n not in aside for token in document]
+    whole = len(rest) // length * length
+    if not whole:
+        raise SystemExit(f"{len(documents)} documents are too few: {len(aside)} are set aside to be held out")
+    train = torch.tensor(rest[:whole], dtype=torch.int32).view(-1, length)
+    seen = hash_grams(train.view(-1))
+    generator = torch.Generator().manual_seed(0)
+    held_out: list[Tensor] = []
+    for document in (torch.tensor(documents[n], dtype=torch.int32) for n in sorted(aside)):
+        first = int(torch.randint(len(document) - length, (1,), generator=generator))
+        block = document[first : first + length]
+        if torch.isin(hash_grams(block), seen).float().mean() <= MOST_SEEN and len(held_out) < HELD_OUT_BLOCKS:
+            held_out.append(block)
+    if len(held_out) < HELD_OUT_BLOCKS:
+        raise SystemExit(
+            f"only {len(held_out)} of {HELD_OUT_BLOCKS} held-out blocks differ enough from the training text"
+        )
+    return train, torch.stack(held_out)
+
+
+def hash_grams(tokens: Tensor) -> Tensor:
+    """Return a hash of each run of GRAM tokens, int64, (tokens - GRAM + 1,); equal runs have equal hashes."""
+    hashes = torch.zeros(len(tokens) - GRAM + 1, dtype=torch.int64)
+    for offset in range(GRAM):  # int64 wraps around
+        hashes = hashes * 6364136223846793005 + tokens[offset : offset + len(hashes)].long() + 1442695040888963407
+    return hashes

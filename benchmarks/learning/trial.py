@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,12 @@ from benchmarks.speed.record import describe_environment
 from peft_sel.demo import prepare_checkpoint
 from peft_sel.logs import collect_scale_means
 
-from .arms import METHODS, Task, Trained, list_targets, read_weight
+from .arms import METHODS, Task, Trained, draw_targets, list_targets, read_weight
 from .plan import Arm, Plan, Run, Setting
 from .texts import Blocks, load_blocks
 
 SMOLLM2 = "smollm2"
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 BINS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)  # of |w| / rms, for the size of changes
 
 
@@ -36,14 +38,16 @@ def load_texts(setting: Setting) -> tuple[Blocks, Blocks | None]:
 
 
 def make_model(setting: Setting, vocabulary: int, seed: int) -> nn.Module:
-    """Load the checkpoint, or draw a model, in float32: in bf16 the residual stream would be bf16 too."""
+    """Load the checkpoint, or draw a model, in float32: in bf16 the residual stream would be bf16 too.
+
+    From scratch every arm gets the same weights: those that SEL draws with this seed.
+    """
     torch.manual_seed(seed)
     if setting.model == SMOLLM2:
-        return AutoModelForCausalLM.from_pretrained(prepare_checkpoint(), dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(prepare_checkpoint(), dtype=torch.float32).to(DEVICE)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=False, **setting.model))
-    for layer in list_targets(model).values():
-        nn.init.xavier_uniform_(layer.weight)
-    return model
+    torch.manual_seed(seed)
+    return draw_targets(model).to(DEVICE)
 
 
 def draw_batches(blocks: Tensor, steps: int, sequences: int, seed: int) -> Tensor:
@@ -55,7 +59,8 @@ def draw_batches(blocks: Tensor, steps: int, sequences: int, seed: int) -> Tenso
 
 def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Return the mean loss per token of a batch under bf16 autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
+    batch = batch.to(DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         loss: Tensor = model(input_ids=batch, labels=batch).loss
     return loss
 
@@ -100,7 +105,7 @@ def describe_weights(weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 
 
 @torch.no_grad()
-def describe_change(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, list[float]]:
+def describe_change(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, list[float | None]]:
     """Return, by role and for each bin of |w| / rms, the rms of the change over the rms of the tensor.
 
     Args:
@@ -108,23 +113,42 @@ def describe_change(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict
         after: The same after training.
 
     Returns:
-        A list for each role, one figure per bin of BINS, averaged over the layers.
+        A list for each role, one figure per bin of BINS, averaged over the layers; None for a bin without weights.
     """
-    found: dict[str, list[list[float]]] = {}
+    found: dict[str, list[list[float | None]]] = {}
     for name, old in before.items():
         rms = old.float().square().mean().sqrt()
         sizes, change = old.float().abs() / rms, (after[name].float() - old.float()) / rms
         bins = [(sizes >= low) & (sizes < high) for low, high in pairwise(BINS)]
-        row = [change[chosen].square().mean().sqrt().item() if chosen.any() else math.nan for chosen in bins]
+        row = [change[chosen].square().mean().sqrt().item() if chosen.any() else None for chosen in bins]
         found.setdefault(name.rpartition(".")[2], []).append(row)
-    return {
-        role: [mean([v for v in column if not math.isnan(v)] or [0.0]) for column in zip(*rows, strict=True)]
-        for role, rows in found.items()
-    }
+    return {role: [_mean_known(column) for column in zip(*rows, strict=True)] for role, rows in found.items()}
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+@torch.no_grad()
+def measure_scale_spread(model: nn.Module) -> dict[str, float]:
+    """Return how far single factors of the scales are from where they started, which their means hide.
+
+    Returns:
+        By "<scale>/<role>": the standard deviation of the rows' or columns' factors over their mean, the larger of the
+        two, averaged over the layers.
+    """
+    found: dict[str, list[float]] = {}
+    for path, layer in list_targets(model).items():
+        for name, scale in layer.scales("default").items():
+            spreads = [(p.std() / p.mean().abs()).item() for p in scale.parameters() if p.numel() > 1 and p.any()]
+            if spreads:
+                found.setdefault(f"{name}/{path.rpartition('.')[2]}", []).append(max(spreads))
+    return {key: mean(values) for key, values in found.items()}
 
 
 def read_weights(model: nn.Module, whole: bool) -> dict[str, Tensor]:
-    """Copy the effective weights of the targets by name, in bf16; of a large model those of three layers."""
+    """Copy the effective weights of the targets by name; of a large model those of the first, middle and last layer."""
     layers = list_targets(model)
     if not whole:
         numbers = sorted({int(re.findall(r"\.(\d+)\.", name)[0]) for name in layers})
@@ -158,6 +182,7 @@ class Curve:
             point["train_loss"] = train_loss
         if self.arm.method == "sel":
             point["scales"] = collect_scale_means(trained.model)
+            point["scale_spread"] = measure_scale_spread(trained.model)
         if self.setting.model != SMOLLM2 and self.arm.method in ("full", "sel"):
             weights = describe_weights(read_weights(trained.model, whole=True))
             keys = ("mean_over_std", "spectral")
@@ -184,15 +209,21 @@ def train(plan: Plan, run: Run) -> dict[str, Any]:
     model = make_model(setting, text.vocabulary, run.seed)
     before = read_weights(model, whole=scratch)
     task = Task(run.rate, steps, max(1, round(setting.warmup_share * steps)), scratch)
+    torch.manual_seed(run.seed)
     trained = METHODS[arm.method](model, task, **arm.options)
     if scratch:
         before = read_weights(trained.model, whole=True)
-    held_out = {"text": text.held_out[: setting.final_blocks]}
+    tested = setting.validation_blocks + setting.test_blocks
+    held_out = {
+        "validation": text.held_out[: setting.validation_blocks],
+        "text": text.held_out[setting.validation_blocks : tested],
+    }
     if known is not None:
-        held_out["known"] = known.held_out[: setting.final_blocks]
+        held_out["known"] = known.held_out[: setting.known_blocks]
     curve = Curve(setting, arm, text.held_out[: setting.eval_blocks])
     result: dict[str, Any] = {**asdict(run), "method": arm.method, "options": arm.options, "steps": steps}
     result |= {"tokens": steps * setting.sequences * setting.length, "start": None, "final": None}
+    result["texts"] = [blocks.digest for blocks in (text, known) if blocks is not None]
     result["trained_parameters"] = sum(p.numel() for p in trained.model.parameters() if p.requires_grad)
     if run.arm == plan.baseline:  # the same for every arm on the checkpoint
         result["start"] = {name: mean(measure_losses(trained.model, blocks)) for name, blocks in held_out.items()}
@@ -231,7 +262,7 @@ def train_steps(trained: Trained, batches: Tensor, curve: Curve, every: int) -> 
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
     """Write a result, complete or not at all, with six digits."""
-    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
+    rounded = json.loads(json.dumps(result, allow_nan=False), parse_float=lambda text: float(f"{float(text):.6g}"))
     text = re.sub(r"[\[{][^][{}]*[\]}]", lambda inner: " ".join(inner[0].split()), json.dumps(rounded, indent=1))
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
