@@ -13,13 +13,14 @@ INSTALL := $(BIN)/python -m pip install -qq --no-input -c $(CONSTRAINTS)
 PACKAGE := .[$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo bench learn test check check-long peft-suite test-lowest clean
+.PHONY: help demo bench learn test check check-long notebooks peft-suite test-lowest clean
 
 help:
 	@echo "make demo         convert, train, merge and reload a real checkpoint (minutes)"
 	@echo "make test         the default tests in two processes, the real checkpoint included"
 	@echo "make check        linters, types, import contracts, docstrings, spelling"
 	@echo "make check-long   the slow tests"
+	@echo "make notebooks    run the notebooks (two minutes; ARGS=--write stores what they show)"
 	@echo "make bench        step time and memory beside full fine-tuning and PEFT's tuners (hours; --parts for less)"
 	@echo "make learn        loss beside full fine-tuning and PEFT's tuners: what benchmarks/learning still misses (hours)"
 	@echo "make peft-suite   PEFT's own tests with SELConfig (downloads its sdist once, then two to three minutes)"
@@ -35,6 +36,9 @@ test: $(VENV)/.ready
 
 check-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+notebooks: $(VENV)/.ready-notebooks
+	$(BIN)/python notebooks/run.py $(ARGS)
 
 peft-suite: $(VENV)/.ready
 	$(BIN)/python tests/peft_suite/run.py $(ARGS)
@@ -86,4 +90,9 @@ $(VENV)/.ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "[setup +] linters and type checker"
 	@$(INSTALL) -e "$(PACKAGE),dev]"
+	@touch $@
+
+$(VENV)/.ready-notebooks: $(VENV)/.ready
+	@echo "[setup +] what runs notebooks"
+	@$(INSTALL) -e "$(PACKAGE),notebooks]"
 	@touch $@
