@@ -26,6 +26,8 @@ def write_report(plans: dict[str, Plan], results: Results, folder: Path = FOLDER
         folder: Where to write.
     """
     (folder / "figures").mkdir(exist_ok=True)
+    for file in (folder / "figures").glob("*.svg"):
+        file.unlink()
     sections = [FINDINGS.read_text(encoding="utf-8").strip()]
     for plan in plans.values():
         if any(result["plan"] == plan.name for result in results.values()):
