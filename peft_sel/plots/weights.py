@@ -223,13 +223,13 @@ def _draw_distribution(axes: Axes, label: str, member: Distribution, edges: np.n
     """Draw one density, with marks at its tail quantiles."""
     density = member.histogram(edges)
     look = line_look(index)
-    values, _ = member.values()
     tails = []
     for share, (marker, sign) in QUANTILES.items():
         size = member.quantile(share)
-        sides = [side for side in dict.fromkeys((-size, size)) if np.isin(side, values)]
-        cells = [min(int(np.searchsorted(edges, side, "right")) - 1, len(density) - 1) for side in sides]
-        axes.plot(sides, density[cells], marker=marker, markersize=5.5, linestyle="", color=look["color"])
+        sides = np.array([-size, size])
+        heights = density[np.minimum(np.searchsorted(edges, sides, "right") - 1, len(density) - 1)]
+        sides, heights = sides[heights > 0], heights[heights > 0]
+        axes.plot(sides, heights, marker=marker, markersize=5.5, linestyle="", color=look["color"])
         tails.append(f"{100 * share:g} % {sign} within {size:.3g}")
     name = f"{label}, farthest from 0: {member.extreme:.3g}\n{', '.join(tails)}"
     axes.stairs(density, edges, color=look["color"], linestyle=look["linestyle"], linewidth=1.3, label=name)
