@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from peft_sel.untrusted import read_json
 
 CARD_FILE = "README.md"
 TAG = "symexplin"
+BASE_TAG = "base_model:adapter:"  # PEFT writes it
 HEADING = "## How to load this adapter"
 SECTION = re.compile(
     r"<!-- peft_sel writes this section .*? \((?P<digest>[0-9a-f]{16})\) -->\r?\n"
-    r"(?P<text>.*?)\r?\n<!-- peft_sel end -->",
+    r"(?P<text>.*?)<!-- peft_sel end -->",
     re.DOTALL,
 )
 SECTION_FORM = """\
@@ -46,6 +48,7 @@ AUTO_CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 UNKNOWN_BASE = "BASE_MODEL"
+SELECTING = {"layers_to_transform": "layers", "layers_pattern": "of", "exclude_modules": "without"}
 UNTRAINED = ("beta", "transposed")  # parts of a saved weight
 
 
@@ -82,26 +85,28 @@ def summarize_tensors(tensors: Mapping[str, Tensor], prefix: str, fixed: Iterabl
     return AdapterContents(trained, (min(betas), max(betas)) if betas else None, len(betas))
 
 
-def write_card(folder: Path, contents: AdapterContents | None) -> None:
+def write_card(
+    folder: Path, settings: Mapping[str, Any], contents: AdapterContents | None, folders: Mapping[str, Path]
+) -> None:
     """Write our section and tags into the card of an adapter, and leave the rest, and a section that a user changed.
 
     Args:
-        folder: Folder with the adapter's configuration, and its card if there is one.
+        folder: Folder with the card, if there is one.
+        settings: The adapter's configuration.
         contents: What to say of its tensors, if known.
+        folders: The folder of each base that was found to be one, see find_base.
 
     Raises:
         CheckpointError: If there is something that is no card.
     """
-    settings = read_json(folder / CONFIG_NAME)
     path = folder / CARD_FILE
     card = read_card(path) if path.exists() else ModelCard.from_template(ModelCardData())
     base = settings.get("base_model_name_or_path")
     data: Any = card.data
     data.library_name = "peft"
-    data.base_model = data.base_model or base
-    data.tags = [*(data.tags or []), TAG]
-    _drop_local_base(data)
-    text = _make_section(settings, contents)
+    data.base_model = data.base_model or (base if _is_hub_id(base, folders) else None)
+    data.tags = sorted(_read_tags(data) | {TAG})
+    text = _make_section(settings, contents, folders)
     section = SECTION_FORM.format(digest=_digest(text), text=text)
     found = SECTION.search(card.text)
     if found is None and HEADING not in card.text:
@@ -111,12 +116,19 @@ def write_card(folder: Path, contents: AdapterContents | None) -> None:
     card.save(path)
 
 
-def update_card(folder: Path, update: Callable[[Path], None]) -> None:
+def update_card(
+    folder: Path, update: Callable[[Path], None], contents: AdapterContents | None, folders: Mapping[str, Path]
+) -> None:
     """Let PEFT update a card, in one step and without losing a user's tags and base_model, which it writes over.
+
+    What PEFT or we wrote of another base goes. Where the folder holds a SEL adapter already, and the card lost our
+    section (Trainer writes a card of its own over it), that comes back.
 
     Args:
         folder: Folder of the card, made if it is not there.
         update: PEFT's function; takes the folder to do it in.
+        contents: What to say of the tensors of the adapter, if known.
+        folders: The folder of each base that was found to be one, see find_base.
 
     Raises:
         CheckpointError: If there is something that is no card.
@@ -126,16 +138,48 @@ def update_card(folder: Path, update: Callable[[Path], None]) -> None:
         update(unfinished)
         card = read_card(unfinished / CARD_FILE)
         data: Any = card.data
-        data.tags = [*(data.tags or []), TAG]
-        is_same_base = before is not None and _quote(data.base_model) in before.text
-        _drop_local_base(data)
+        tags, written = _read_tags(data), {data.base_model}
+        local = {tag for tag in tags if tag.startswith(BASE_TAG) and not _is_hub_id(tag[len(BASE_TAG) :], folders)}
+        if not _is_hub_id(data.base_model, folders):
+            data.base_model = None
         if before is not None:
-            old: Any = before.data
-            if is_same_base or data.base_model is None:
-                data.base_model = old.base_model or data.base_model
-            kept = [tag for tag in old.tags or [] if is_same_base or not str(tag).startswith("base_model:")]
-            data.tags = sorted({*map(str, kept), *data.tags})
+            old = _read_tags(before.data)
+            kept = {tag for tag in old if not tag.startswith(BASE_TAG)}
+            written |= {_read_base(before.text), *(tag[len(BASE_TAG) :] for tag in old - kept)}
+            tags |= kept
+            theirs = before.data.to_dict().get("base_model")
+            if theirs and theirs not in [*written]:
+                data.base_model = theirs
+        data.tags = sorted(tags - local | {TAG})
         card.save(unfinished / CARD_FILE)
+        if SECTION.search(card.text) is None and (folder / CONFIG_NAME).is_file():
+            with suppress(CheckpointError, LookupError):  # of another program, and about to be replaced
+                settings = read_json(folder / CONFIG_NAME)
+                if settings["peft_type"] == TAG.upper():
+                    write_card(unfinished, settings, contents, folders)
+
+
+def _read_tags(data: Any) -> set[str]:
+    return {*map(str, data.tags or [])}
+
+
+def find_base(name: str | None) -> dict[str, Path]:
+    """Return the folder that a base was loaded from, by the name that it bears: of a relative path only now known.
+
+    Args:
+        name: Name or path of the base, as the model has it.
+
+    Returns:
+        One entry; none if there is no such folder, as for an id on the hub.
+    """
+    return {name: Path(name).resolve()} if name and Path(name).is_dir() else {}
+
+
+def _read_base(text: str) -> str | None:
+    """Return the base that our section of a card names."""
+    section = SECTION.search(text)
+    found = section and re.search(r"^- Base: `([^`\n]+)`$", section["text"].replace("\r", ""), re.MULTILINE)
+    return found[1] if found else None
 
 
 def copy_card(folder: Path, target: Path) -> ModelCard | None:
@@ -182,22 +226,13 @@ def read_card(path: Path) -> ModelCard:
         raise CheckpointError(path, f"is no model card ({error})", "mend it, or move it away") from error
 
 
-def _drop_local_base(data: Any) -> None:
-    """Leave only such a base_model, and tags of one, as the hub accepts: no folder of this machine; sort the tags."""
-    names = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
-    if not all(map(_is_hub_id, names)):
-        data.base_model = None
-    tags = {*map(str, data.tags or [])}
-    local = {tag for tag in tags if tag.startswith("base_model:") and not _is_hub_id(tag.rpartition(":")[2])}
-    data.tags = sorted(tags - local)
-
-
-def _is_hub_id(name: Any) -> bool:
+def _is_hub_id(name: Any, folders: Mapping[str, Path]) -> bool:
+    """Whether a base's name is an id on the hub, as far as this machine knows."""
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return not Path(str(name)).exists()
+    return isinstance(name, str) and name not in folders and not Path(name).exists()
 
 
 def _digest(text: str) -> str:
@@ -209,14 +244,16 @@ def _quote(value: object) -> str:
     return f"`{value}`"
 
 
-def _make_section(settings: Mapping[str, Any], contents: AdapterContents | None) -> str:
+def _make_section(settings: Mapping[str, Any], contents: AdapterContents | None, folders: Mapping[str, Path]) -> str:
     base = settings.get("base_model_name_or_path") or UNKNOWN_BASE
+    base = str(folders.get(base, base))
     if not base.isprintable() or "`" in base:  # it would end the code that it stands in
         base = UNKNOWN_BASE
-    where = [json.dumps(base, ensure_ascii=False)]
-    if revision := settings.get("revision"):
-        where.append(f"revision={json.dumps(revision)}")
-    imported, load = _make_loading(settings, ", ".join(where))
+    place, merged, options = json.dumps(base, ensure_ascii=False), [shlex.quote(base), ".", "../merged"], ""
+    if (revision := settings.get("revision")) and str(revision).isprintable() and "`" not in revision:
+        options = f", revision={json.dumps(revision)}"
+        merged.append(f"--revision={shlex.quote(revision)}")
+    imported, load = _make_loading(settings, f"{place}{options}")
     facts = "\n".join(f"- {name}: {text}" for name, text in _list_facts(settings, contents, base).items())
     return f"""{HEADING}
 
@@ -236,12 +273,14 @@ file to file, one weight in memory at a time:
 
 ```python
 from peft_sel import merge_checkpoint
+from peft_sel.jobs import resolve_checkpoint
 
-merge_checkpoint({where[0]}, ".", "../merged")
+base = resolve_checkpoint({place}{options})  # its folder, fetched if it is an id on the hub
+merge_checkpoint(base, ".", "../merged")
 ```
 
 ```shell
-peft-sel merge {shlex.quote(base)} . ../merged
+peft-sel merge {" ".join(merged)}
 ```
 
 ### What it is
@@ -281,13 +320,23 @@ def _list_facts(settings: Mapping[str, Any], contents: AdapterContents | None, b
     trained += [f"{name}" for name in ("modules_to_save", "trainable_token_indices") if settings[name]]
     count = "" if contents is None else f"; {contents.num_trained:,} parameters"
     targets = [name for field in ("target_modules", "target_parameters") for name in _as_list(settings[field])]
+    variants = [name for name in ("log_curvature", "normalize_by_inner_mult") if settings[name]]
+    variants += [f"normalizer {settings['normalizer']}"] * (settings["normalizer"] != "folded")
+    pattern = [f"{_quote(name)} {value:g}" for name, value in settings["beta_pattern"].items()]
+    converted = [list_names(map(_quote, targets), limit=20) if targets else "the model type's default"]
+    for field, word in SELECTING.items():
+        if settings[field] not in (None, []):
+            converted.append(f"{word} {list_names(map(_quote, _as_list(settings[field])), limit=20)}")
     facts = {
         "Base": _quote(base) if base != UNKNOWN_BASE else "not recorded",
-        "Transform": f"mode {settings['mode']}, family {settings['family']}",
-        "Curvature beta": str(beta),
+        "Transform": ", ".join([f"mode {settings['mode']}, family {settings['family']}", *variants]),
+        "Curvature beta": f"{beta}, but for {list_names(pattern, limit=20)}" if pattern else str(beta),
         "Trained": f"{', '.join(trained)}{count}",
-        "Converted": list_names(map(_quote, targets), limit=20) if targets else "the model type's default",
+        "Converted": "; ".join(converted),
     }
+    if (settings["init_target"], settings["init"]) != ("pretrained", "exact"):
+        start = {"pretrained": "the base's weights"}.get(settings["init_target"], f"drawn, {settings['init_target']}")
+        facts["Started from"] = f"{start}; init {settings['init']}"
     if record := settings["base_fingerprint"]:
         digits = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
         facts["Fingerprint of the base"] = (
@@ -298,4 +347,4 @@ def _list_facts(settings: Mapping[str, Any], contents: AdapterContents | None, b
 
 
 def _as_list(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else sorted(names or [])
+    return [str(names)] if isinstance(names, str | int) else sorted(names or [])

@@ -78,8 +78,9 @@ example:
   peft-sel inspect runs/demo/adapter"""
 
 PLOT = """\
-Draw one of the paper's figures into FILE, as PNG, or as SVG whose text stays text. A RUN is the output folder of a
-training that saved checkpoints, one of these, or a trainer_state.json. `peft-sel plot KIND --help` says more.
+Draw one of the paper's figures into FILE, as PNG, or as SVG whose text stays text. A RUN is the output folder of
+`peft-sel train`, or of a Trainer that saved checkpoints or its state; a checkpoint; or a trainer_state.json. Of several
+states in a folder the one with the most steps counts. `peft-sel plot KIND --help` says more.
 
 example:
   peft-sel plot weights Qwen/Qwen3-0.6B runs/demo/adapter --tensor q_proj -o weights.svg"""
@@ -133,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--overwrite", action="store_true", help="replace the checkpoint in OUT, once the new one is complete"
     )
+    merge.add_argument("--revision", metavar="NAME", help="branch, tag or commit of BASE on the hub")
     merge.add_argument("--any-base", action="store_true", help="merge even where ADAPTER was made from another base")
     merge.set_defaults(run=run_merge)
 
@@ -208,7 +210,11 @@ def add_plots(plot: argparse.ArgumentParser) -> None:
     for kind, count in ((losses, "+"), (linear, "*")):
         kind.add_argument("runs", metavar="RUN", nargs=count, type=Path, help="runs to compare")
         kind.add_argument("--baseline", metavar="RUN", type=Path, help="which of them the others are compared with")
-        kind.add_argument("--key", default="loss", help="what of the logs: loss (default), eval_loss")
+        kind.add_argument(
+            "--key",
+            help="what of the logs: eval_loss (default where every RUN was evaluated twice or more), else loss, too "
+            "noisy to compare steps",
+        )
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -241,7 +247,7 @@ def run_merge(args: argparse.Namespace) -> int:
     from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    base = resolve_checkpoint(args.base)
+    base = resolve_checkpoint(args.base, args.revision)
     adapters = [resolve_checkpoint(adapter, patterns=ADAPTER_PATTERNS) for adapter in args.adapters]
     options = {
         "dtype": dtype,
@@ -334,11 +340,12 @@ def draw_figure(args: argparse.Namespace) -> Any:
     if args.kind == "scales":
         return plots.plot_scale_trajectories(plots.read_logs(args.run_dir))
     if args.kind in ("losses", "linear"):
-        curves = plots.read_losses(args.runs, args.key)
+        key = args.key or plots.find_loss_key(args.runs)
+        curves = plots.read_losses(args.runs, key)
         baseline = None if args.baseline is None else str(args.baseline)
         if args.kind == "losses":
-            return plots.plot_loss_curves(curves, baseline)
-        return plots.plot_linear_path(args.beta, curves, baseline)
+            return plots.plot_loss_curves(curves, baseline, key)
+        return plots.plot_linear_path(args.beta, curves, baseline, key)
     adapter = resolve_checkpoint(args.adapter, patterns=ADAPTER_PATTERNS) if args.adapter is not None else None
     if args.kind == "weights":
         base, options = resolve_checkpoint(args.base), {"tensor": args.tensor, "check_base": not args.any_base}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from peft import PeftConfig, PeftType
+from peft.utils import CONFIG_NAME
 
 from peft_sel.adapter_files import check_files, replaced_files
 from peft_sel.card import AdapterContents, copy_card, write_card
@@ -103,9 +105,9 @@ class SELConfig(PeftConfig):
             two bytes to avoid that. Default True: the paper's method, and 4 bytes per weight on disk.
         exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start, 1/beta. Default ScaleConfig():
             one factor per row times one per column, as in the paper.
-        linear_scale: l_w, likewise; starts at 1/max(beta, 7.5), the paper's largest share of the linear path: with
-            1/beta throughout mismatch could not invert weights of a small beta. Default "default": ScaleConfig() in
-            families that have it, else None.
+        linear_scale: l_w, likewise; starts at 1/max(beta, 7.5), in the family damped at 1: the paper's largest share of
+            the linear path, and with 1/beta throughout mismatch could not invert weights of a small beta. Default
+            "default": ScaleConfig() in families that have it, else None.
         inner_multiplier: m, likewise; starts at 1. Default ScaleConfig(): as the paper.
         log_curvature: Train the logarithm of beta * m, which stays positive ("absorbed beta", Table 6), for m. Default
             False: Eq. 3 as it stands; with the next one it was the paper's best from scratch (open).
@@ -113,8 +115,9 @@ class SELConfig(PeftConfig):
             (Table 6). An m that training brings to 0 or below is an error when it is logged, saved or merged;
             log_curvature and transform="exp" rule it out. Default False: for that reason, and as above (open).
         normalizer: "folded" starts exp_scale and linear_scale at 1/beta and 1/max(beta, 7.5); "fixed" keeps these as
-            constant factors and starts them at 1: the same function, and other steps under Adam. Default "folded":
-            the paper's equations, where its text on learning rates suggests the other (open).
+            constant factors and starts them at 1 (in the family damped only exp_scale; linear_scale starts at 1 in
+            both): the same function, and other steps under Adam. Default "folded": the paper's equations, where its
+            text on learning rates suggests the other (open).
         shift: s, as exp_scale; starts at 0. Default None, which leaves it out: a trained shift makes the map jump at 0.
         offset: n, as exp_scale; starts at 0. Default None, which leaves it out (in the family damped: fixes it at 0.5):
             the fewest moving parts (open; the recipes from scratch train "column").
@@ -195,6 +198,7 @@ class SELConfig(PeftConfig):
     check_base: bool = field(default=True, compare=False)
     awaits_load: ClassVar[bool] = False  # read from an adapter's folder, whose tensors may turn out not to fit
     contents: ClassVar[AdapterContents | None] = None  # of what was saved last, for the model card
+    base_folders: ClassVar[Mapping[str, Path]] = {}  # see find_base
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,4 +370,5 @@ class SELConfig(PeftConfig):
         with replaced_files(folder) as unfinished:
             super().save_pretrained(str(unfinished), **kwargs)
             copy_card(folder, unfinished)
-            write_card(unfinished, self.contents)
+            settings = read_json(unfinished / CONFIG_NAME)
+            write_card(unfinished, settings, self.contents, self.base_folders)

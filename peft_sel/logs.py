@@ -16,6 +16,9 @@ from peft_sel.partitioned import gathered
 from peft_sel.sharded import gather
 from peft_sel.structured import StructuredScale, transform_parts
 
+START = "start"  # in the place of a role
+USUAL_STARTS = {"exp_scale": 1.0, "linear_scale": 1.0, "inner_multiplier": 1.0, "offset": 0.0, "shift": 0.0}
+
 
 def collect_learning_rates(groups: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the learning rates of optimizer groups by role.
@@ -49,9 +52,9 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
 
     Returns:
         By "<scale>/<role>", such as "exp_scale/q_proj" and, of its bias, "exp_scale/q_proj.bias" (the role is the last
-        part of the module's name): the
-        scale's mean over the weight, relative to its start (the mean itself where it starts at 0), averaged over the
-        layers.
+        part of the module's name): the scale's mean over the weight, relative to its start (the mean itself where it
+        starts at 0), averaged over the layers. Where the name of a scale does not say which of the two (an offset that
+        does not start at 0, another one that does), its start is there as "<scale>/start".
 
     Raises:
         MultiplierSignError: If normalize_by_inner_mult divides by a multiplier that is not above 0.
@@ -67,6 +70,8 @@ def collect_scale_means(model: nn.Module) -> dict[str, float]:
                             scale.check_sign(layer.weight_name)
                             mean = _mean_scale(scale, layer.symexplin_beta[adapter])
                             found.setdefault(key, []).append(mean / (scale.start or 1.0))
+                            if bool(scale.start) != bool(USUAL_STARTS[name]):
+                                found.setdefault(f"{name}/{START}", []).append(scale.start)
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 

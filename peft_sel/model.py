@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from peft_sel.accumulation import Accumulation, share_weights
 from peft_sel.base import place_base_weights, show_placeholders
+from peft_sel.card import find_base
 from peft_sel.checks import (
     check_can_add,
     check_can_split,
@@ -125,6 +126,8 @@ class SELModel(SavedTuner):
             state_dict: Takes the target modules from these keys.
         """
         config: Any = self.peft_config[adapter_name]
+        names = (config.base_model_name_or_path, self.get_model_config(model).get("_name_or_path"))
+        config.base_folders = find_base(names[0]) | find_base(names[1])
         check_can_add(model, adapter_name, config)
         check_can_split(model, config)
         warn_of_weakening(config)

@@ -131,7 +131,10 @@ def extend_cards() -> None:
     @wraps(stock)
     def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
         if isinstance(getattr(self, "base_model", None), SELModel):
-            update_card(Path(output_dir), lambda folder: stock(self, str(folder)))
+            configs: dict[str, Any] = self.peft_config
+            folders = {name: path for config in configs.values() for name, path in config.base_folders.items()}
+            contents = configs["default"].contents if "default" in configs else None  # what the folder itself holds
+            update_card(Path(output_dir), lambda folder: stock(self, str(folder)), contents, folders)
         else:
             stock(self, output_dir)
 

@@ -27,7 +27,7 @@ class ScaleConfig:
             paper's for e_w, l_w and m, at d_out + d_in numbers. A scale that starts at 0 has no gradient in it.
         init: Value everywhere at the start, finite: above 0 for exp_scale and inner_multiplier, at least 0 for
             linear_scale, 0 for shift. Default None: the method's own (1/beta, 1/max(beta, 7.5), 1, and 0 for the
-            others), for which every weight has an inverse.
+            others; in the family damped 1 for linear_scale and 0.5 for offset), for which every weight has an inverse.
         lr_mult: Multiplier k0 on the base learning rate, positive. Default None: 1, or where SELConfig.init_target
             draws the weights, the paper's (50 annealed to 8 for exp_scale, linear_scale; 0.01 to 0.5 for
             inner_multiplier). On real weights 50 to 8 read 2.720 against 2.593 (open).

@@ -22,9 +22,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from peft_sel.accumulation import Accumulation
-from peft_sel.card import write_card
+from peft_sel.adapter_files import replaced_files
 from peft_sel.checkpoint.staging import clear_leftovers, require_folder, staged_folder
-from peft_sel.config import SELConfig
 from peft_sel.conversion import PREFIX
 from peft_sel.errors import ConfigError, OtherProcessError
 from peft_sel.layer import SELLayer
@@ -313,6 +312,12 @@ class SELTrainerMixin(_TrainerBase):
         if self.args.should_save:
             rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
+    def save_state(self) -> None:
+        """Save the state as Trainer does, but in one step: a process that dies leaves the old file or the new one."""
+        if self.is_world_process_zero():
+            with replaced_files(Path(self.args.output_dir or "")) as unfinished:
+                self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write Trainer's card over the one in output_dir, and into it how to load the adapter that is saved there.
 
@@ -322,9 +327,8 @@ class SELTrainerMixin(_TrainerBase):
         """
         super().create_model_card(*args, **kwargs)
         folder, model = Path(self.args.output_dir or ""), self.accelerator.unwrap_model(self.model)
-        config = getattr(model, "peft_config", {}).get("default")
-        if self.is_world_process_zero() and isinstance(config, SELConfig) and (folder / CONFIG_NAME).is_file():
-            write_card(folder, config.contents)
+        if self.is_world_process_zero() and isinstance(model, PeftModel) and (folder / CONFIG_NAME).is_file():
+            model.create_or_update_model_card(str(folder))  # as Trainer does itself, and TRL's do not
 
     @contextmanager
     def _staged_checkpoint(self, checkpoint: Path) -> Iterator[Path]:

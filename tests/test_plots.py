@@ -134,15 +134,15 @@ def test_steps_to_baseline() -> None:
     curves = {tuple(zip(*data(line), strict=True)): line for line in axes.lines if len(data(line)[0]) > 2}
     assert {tuple(map(tuple, curve)) for name, curve in CURVES.items() if name != "broken"} < curves.keys()
     (mark,) = (data(line) for line in marks)
-    assert mark[0].tolist() == [pytest.approx(17.5)] and mark[1].tolist() == [3.0]  # 3.6 to 2.8 in 10 steps
+    assert mark[0].tolist() == [pytest.approx(17.5, abs=0.01)] and mark[1].tolist() == [3.0]  # 3.6 to 2.8 in 10 steps
     assert labels(figure) == [
         "base: 3.000",
-        "faster: 2.600; step 18 (2.29x)",
+        "faster: 2.600; step 17 (2.29x)",
         "slower: 3.250; not reached",
         "broken: diverged; not reached",
     ]
     low, high = axes.get_ylim()
-    assert 2.5 < low < 2.6 and 4.0 < high < 4.2  # what comes after step 10, the broken arm aside
+    assert 2.5 < low < 2.6 and 4.5 < high < 4.6  # where the slower one is at step 10, the broken arm aside
     assert_labelled(figure)
     assert labels(plots.plot_loss_curves(CURVES)) == [
         "base: 3.000",
@@ -208,7 +208,7 @@ def test_logs_of_the_last_checkpoint(tmp_path: Path) -> None:
     write_state(tmp_path / "run" / "checkpoint-9", 3.0)
     write_state(tmp_path / "run" / "checkpoint-10", 3.0, 2.0)
     for path in ("run", "run/checkpoint-10", "run/checkpoint-10/trainer_state.json"):
-        assert plots.read_losses([tmp_path / path]) == {str(tmp_path / path): [(1, 3.0), (2, 2.0)]}
+        assert plots.read_losses([tmp_path / path], "loss") == {str(tmp_path / path): [(1, 3.0), (2, 2.0)]}
 
 
 def density(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -226,17 +226,18 @@ def test_distribution_of_weights(spread: float) -> None:
     (axes,) = figure.axes
     steps = [patch.get_data() for patch in axes.patches]
     bound = math.sqrt(6 / 200)
-    assert sorted({line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2}) == [-bound, bound]
+    assert sorted({line.get_xdata()[0] for line in axes.lines if line.get_marker() == "None"}) == [-bound, bound]
     assert axes.get_yscale() == "log" and (axes.get_xscale() == "symlog") == (spread == 0.3)
     for (label, weight), step in zip(weights.items(), steps, strict=True):
         values = weight.double().flatten().numpy()
         assert step.edges[0] == -step.edges[-1] and abs(values).max() <= step.edges[-1]
         np.testing.assert_allclose(step.values, density(values, step.edges), rtol=4 * FLOAT64_EPS)
-        marks = [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() in ("^", "s")]
+        marks = [x for line in axes.lines if line.get_marker() in ("^", "s") for x in line.get_xdata()]
         tails = [quantile(values, share) for share in (0.999, 0.9999)]
-        assert set(tails) <= set(marks)
+        assert {side for tail in tails for side in (-tail, tail) if side in values} <= set(marks)
+        farthest = values[abs(values).argmax()]
         (text,) = (text for text in labels(figure) if text.startswith(label))
-        assert text.startswith(f"{label}, largest {abs(values).max():.3g}\n") and f"{tails[0]:.3g}" in text
+        assert text.startswith(f"{label}, farthest from 0: {farthest:.3g}\n") and f"{tails[0]:.3g}" in text
     assert_labelled(figure)
 
 
@@ -305,21 +306,21 @@ def test_weights_of_files(folder: Path, adapter: str, tensor: str, layers: list[
 
 def test_weights_of_a_base_alone(folder: Path) -> None:
     effective, raw = plots.read_weight_distributions(folder / "base", tensor="mlp.*")
-    assert effective.keys() == raw.keys() == {"before"} and effective["before"].count == raw["before"].count == 9216
+    assert effective.keys() == raw.keys() == {"base"} and effective["base"].count == raw["base"].count == 9216
     effective, raw = plots.read_weight_distributions(folder / "base", tensor="q_proj.bias")
-    assert effective["before"].count == 64 and raw is None
+    assert effective["base"].count == 64 and raw is None
 
 
 @pytest.mark.parametrize("adapter", ["dense", "small", "start"])
 def test_learned_maps_are_the_oracles(folder: Path, adapter: str) -> None:
     figure = plots.plot_learned_transform(folder / adapter)
     panels = {axes.get_title().split(",")[0]: axes for axes in figure.axes}
-    assert list(panels) == ["all roles", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert list(panels) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     axes = panels["q_proj"]
     exponents, median = data(axes.lines[0])
     keep = np.isfinite(median)
     assert np.isnan(exponents[~keep]).sum() == 1 and set(exponents[~keep][[0, 2]]) == {0.0} and exponents[-1] == 3
-    changes, learned = [], []
+    changes = []
     for layer in (0, 1):
         parts = read_parts(folder / adapter, layer)
         beta = float(parts["beta"])
@@ -328,7 +329,6 @@ def test_learned_maps_are_the_oracles(folder: Path, adapter: str) -> None:
         new = reference.effective_weight(raw, *means, 0.0, 0.0, beta, "mismatch")
         old = reference.effective_weight(raw, *start_scales(beta), 0.0, 0.0, beta, "mismatch")
         changes.append((new / old).astype(float))
-        learned.append((beta * new).astype(float))
     low, middle, high = np.quantile(changes, [0.25, 0.5, 0.75], axis=0)
     rounding = 1e-6  # a float32 mean of 32 numbers
     np.testing.assert_allclose(median[keep], middle, rtol=rounding)
@@ -337,9 +337,6 @@ def test_learned_maps_are_the_oracles(folder: Path, adapter: str) -> None:
     for edge in (low, high):
         nearest = abs(heights[:, None] - edge[None, ::20]).min(axis=0)
         assert nearest.max() < rounding
-    exponents, together = data(panels["all roles"].lines[1])
-    keep = np.isfinite(together) & (exponents != 0)
-    np.testing.assert_allclose(together[keep], np.median(learned, axis=0), rtol=rounding)
     if adapter == "start":
         np.testing.assert_allclose(middle, 1, rtol=rounding)
         assert axes.get_ylim() == (0.995, 1.005)
@@ -352,7 +349,7 @@ def test_experts_and_biases_are_drawn(tmp_path: Path) -> None:
     perturb(model)
     model.save_pretrained(tmp_path / "adapter")
     titles = [axes.get_title() for axes in plots.plot_learned_transform(tmp_path / "adapter").axes]
-    assert titles[1:] == ["down_proj, 8 weights", "gate_up_proj, 8 weights"]
+    assert titles == ["down_proj, 8 weights", "gate_up_proj, 8 weights"]
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     (stack,) = (
         tensor for name, tensor in saved.items() if "layers.1" in name and "down_proj" in name and "raw" in name
@@ -416,6 +413,11 @@ REFUSED = {
     "transform -o {0}/taken.png": "taken.png already exists; name another output or remove this one first",
     "transform -o {0}/new.pdf": "new.pdf: is neither a .png nor a .svg file",
     "transform -o {0}/missing/new.png": "there is no folder",
+    "transform --overwrite -o {0}/folder.png": "folder.png: is a folder; name another output",
+    "transform --offset nan": "offset=nan: has a line that no figure can hold",
+    "transform --offset 0 -1000": "offset=-1000: has a line that",
+    "transform --beta 1e308": "beta=1e+308, offset=0: has a line that",
+    "linear --beta 1e-310": "beta=1e-310: has a line that",
     "transform --beta -1": "beta=-1.0: the curvature must be a positive",
     "linear --beta nan": "beta=nan: the curvature must be",
     "scales {0}/missing": "missing: there is no such file; name the output folder",
@@ -435,6 +437,7 @@ REFUSED = {
 def test_command_line_refuses_in_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_state(tmp_path / "run", 3.0)
     (tmp_path / "taken.png").write_text("mine")
+    (tmp_path / "folder.png").mkdir()
     out = ["-o", str(tmp_path / "new.png")]
     for command, sentence in REFUSED.items():
         words = command.format(tmp_path, folder).split()
@@ -496,3 +499,45 @@ def test_without_matplotlib(
     assert main(["plot", "linear", "-o", str(tmp_path / "new.svg")]) == 2
     line = 'peft-sel: this needs the package matplotlib, which is not installed; run pip install "peft-sel[plots]"\n'
     assert capsys.readouterr().err == line and not list(tmp_path.iterdir())
+    monkeypatch.setattr(plots, "read_weight_distributions", lambda *_, **__: pytest.fail("read before it was known"))
+    command = ["plot", "weights", str(tmp_path), "--tensor", "q_proj", "-o", str(tmp_path / "new.svg")]
+    assert main(command) == 2 and capsys.readouterr().err == line
+
+
+def test_an_error_in_writing_names_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, content: bytes) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(PlotError) as caught:
+        plots.save_figure(plots.plot_linear_path(), tmp_path / "new.png")
+    assert str(caught.value) == f"{tmp_path / 'new.png'}: cannot be written (Permission denied); name another output"
+
+
+def test_linear_path_beside_an_overflow() -> None:
+    small, large = plots.plot_linear_path([0.001, 1000.0]).axes[0].lines
+    assert all(np.isfinite(data(line)[1]).all() for line in (small, large)) and data(large)[1][-1] == 0
+
+
+def test_a_negative_tail_is_marked() -> None:
+    weight = -(torch.rand(200, 200) ** 8)
+    figure = plots.plot_weight_distribution({"negative": weight})
+    (axes,) = figure.axes
+    values = weight.bfloat16().double().numpy()
+    marks = [(x, y) for line in axes.lines if line.get_marker() in ("^", "s") for x, y in zip(*data(line), strict=True)]
+    assert len(marks) == 2 and all(x < 0 < y for x, y in marks)
+    assert labels(figure)[0].startswith(f"negative, farthest from 0: {values.min():.3g}\n")
+
+
+def test_xavier_bounds_of_many_shapes(folder: Path) -> None:
+    weights = {f"{rows}": torch.randn(rows, 16) for rows in range(8, 20)}
+    figure = plots.plot_weight_distribution(weights)
+    bounds = [math.sqrt(6 / (16 + rows)) for rows in (19, 8)]
+    assert labels(figure)[-1] == f"Xavier bound {bounds[0]:.3g} to {bounds[1]:.3g}"
+    (axes,) = figure.axes
+    assert sum(len(line.get_xdata()) == 2 and line.get_marker() == "None" for line in axes.lines) == 4
+    effective, raw = plots.plot_weight_distribution(
+        *plots.read_weight_distributions(folder / "base", folder / "dense", tensor="q_proj")
+    ).axes
+    named = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (effective, raw)]
+    assert named[0][-1].startswith("Xavier bound") and not any("Xavier" in text for text in named[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -54,12 +54,19 @@ def figure_style() -> Iterator[None]:
     Raises:
         MissingPackageError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise MissingPackageError("matplotlib", "plots") from error
+    check_matplotlib()
+    from matplotlib import style
+
     with style.context(["default", STYLE]):
         yield
+
+
+def check_matplotlib() -> None:
+    """Raise a MissingPackageError unless matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", "plots") from error
 
 
 def styled(function: Callable[P, R]) -> Callable[P, R]:
@@ -124,16 +131,21 @@ def check_figure_path(path: str | Path, overwrite: bool = False) -> None:
         overwrite: Whether it may be there already.
 
     Raises:
-        PlotError: If its suffix is neither .png nor .svg, or its folder is missing.
-        OutputExistsError: If it exists and overwrite is False, or is no file.
+        PlotError: If its suffix is neither .png nor .svg, its folder is missing, or it is a folder or another thing
+            that is no file.
+        OutputExistsError: If it exists and overwrite is False.
+        MissingPackageError: If matplotlib is not installed.
     """
+    check_matplotlib()
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise PlotError(path, "is neither a .png nor a .svg file", "give the output one of these suffixes")
     if not path.parent.is_dir():
         raise PlotError(path, f"there is no folder {path.parent}", "make it first")
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise OutputExistsError(path, "" if overwrite else "overwrite=True (--overwrite)")
+    if os.path.lexists(path) and not path.is_file():
+        raise PlotError(path, "is a folder" if path.is_dir() else "is there and no file", "name another output")
+    if path.is_file() and not overwrite:
+        raise OutputExistsError(path, "overwrite=True (--overwrite)")
 
 
 def save_figure(figure: Figure, path: str | Path, *, overwrite: bool = False) -> None:
@@ -145,8 +157,9 @@ def save_figure(figure: Figure, path: str | Path, *, overwrite: bool = False) ->
         overwrite: Replace the file if there is one.
 
     Raises:
-        PlotError: If the suffix is another, or the folder is missing.
+        PlotError: If the suffix is another, the folder is missing, or the file cannot be written.
         OutputExistsError: If the file exists and overwrite is False.
+        MissingPackageError: If matplotlib is not installed.
     """
     path = Path(path)
     check_figure_path(path, overwrite)
@@ -158,5 +171,8 @@ def save_figure(figure: Figure, path: str | Path, *, overwrite: bool = False) ->
     try:
         unfinished.write_bytes(content.getvalue())
         os.replace(unfinished, path)
+    except OSError as error:
+        raise PlotError(path, f"cannot be written ({error.strerror})", "name another output") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()

@@ -15,7 +15,7 @@ from peft_sel.config import SELConfig
 from peft_sel.errors import CheckpointError, PlotError
 from peft_sel.logs import name_role
 from peft_sel.numerics import effective_weight, init_parts, mean_value, start_value
-from peft_sel.plots.figures import REFERENCE, line_look, mark_level, new_figure, sort_roles, styled
+from peft_sel.plots.figures import line_look, mark_level, new_figure, sort_roles, styled
 from peft_sel.plots.transform import MAX_EXPONENT, both_halves
 from peft_sel.structured import transform_parts
 
@@ -28,11 +28,11 @@ COLUMNS = 4
 
 @styled
 def plot_learned_transform(adapter_dir: str | Path) -> Figure:
-    """Draw the map that an adapter has learned for each module role (the paper's Fig. 8).
+    """Draw what an adapter has made of the transform for each module role (after the paper's Fig. 8).
 
-    The first panel has the map of each role, its median over the layers; one panel for each role has it over its start,
-    with the quartiles over the layers. Each layer (of a stack, each expert) enters with the mean of each of its scales;
-    raw and effective weights are in units of 1 / beta, which differs from tensor to tensor. Residuals are not in it.
+    A panel for each role has the learned map over its start, the median over the layers and their quartiles. Each layer
+    (of a stack, each expert) enters with the mean of each of its scales; raw weights are in units of 1 / beta, which
+    differs from tensor to tensor. Residuals are not in it.
 
     Args:
         adapter_dir: Folder of the adapter.
@@ -54,29 +54,22 @@ def plot_learned_transform(adapter_dir: str | Path) -> Figure:
             by_role.setdefault(name_role(module), []).extend(read_maps(adapter, module))
     exponents = both_halves(MAX_EXPONENT).numpy()
     roles = sort_roles(by_role)
-    columns = min(COLUMNS, len(roles) + 1)
-    rows = math.ceil((len(roles) + 1) / columns)
+    columns = min(COLUMNS, len(roles))
+    rows = math.ceil(len(roles) / columns)
     figure = new_figure(2.3 * columns + 0.4, 2.35 * rows + 0.2)
-    grid = figure.subplots(rows, columns, squeeze=False).flat
-    starts = np.median([start for maps in by_role.values() for start, _ in maps], axis=0)
-    grid[0].plot(exponents, starts, color=REFERENCE, linestyle=(0, (1, 2)), label="start", zorder=2.5)
-    panels = [grid[index + 1] for index in range(len(roles))]
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = grid[: len(roles)]
     for index, (role, axes) in enumerate(zip(roles, panels, strict=True)):
-        learned = np.array([after for _, after in by_role[role]])
         with np.errstate(invalid="ignore"):  # both are 0 at 0
             change = np.array([after / start for start, after in by_role[role]])
-        grid[0].plot(exponents, np.median(learned, axis=0), **line_look(index))
         _draw_change(axes, exponents, change, index)
         axes.set_title(f"{role}, {len(change)} weights")
-    _share_limits(panels)
-    for axes in grid[len(roles) + 1 :]:
-        axes.remove()
-    grid[0].set_title("all roles, dotted: start")
-    grid[0].set_ylabel(r"Effective weight $\beta w_{eff}$")
-    for index, axes in enumerate([grid[0], *panels]):
         axes.set_xlabel(r"Raw weight $\beta w$")
-        if index == 1 or (index and index % columns == 0):
-            axes.set_ylabel("Learned / start")
+        if index % columns == 0:
+            axes.set_ylabel("Effective weight,\nlearned / start")
+    _share_limits(panels)
+    for axes in grid[len(roles) :]:
+        axes.remove()
     return figure
 
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_utils import get_last_checkpoint
+import numpy as np
 
-from peft_sel.errors import PlotError, list_names
+from peft_sel.errors import PlotError, SELError, list_names
+from peft_sel.logs import START, USUAL_STARTS
 from peft_sel.numerics import SCALE_NAMES
-from peft_sel.plots.figures import label_steps, line_look, list_roles, mark_level, new_figure, sort_roles, styled
+from peft_sel.plots.figures import (
+    REFERENCE,
+    label_steps,
+    line_look,
+    list_roles,
+    mark_level,
+    new_figure,
+    sort_roles,
+    styled,
+)
 from peft_sel.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -21,6 +32,10 @@ if TYPE_CHECKING:
 
 Curve = Sequence[tuple[int, float]]
 STATE_FILE = "trainer_state.json"
+CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+TRAINING, HELD_OUT = "loss", "eval_loss"  # what Trainer logs
+LABELS = {TRAINING: "Training loss (nats per token)", HELD_OUT: "Held-out loss (nats per token)"}
+DIGITS = 3  # of losses in a legend
 SCALE_PREFIX = "sel/scale/"
 SCALE_TITLES = {
     "exp_scale": "Exponential scale $e_w$",
@@ -32,31 +47,59 @@ SCALE_TITLES = {
 
 
 def read_logs(path: str | Path) -> list[dict[str, Any]]:
-    """Read the logs of a run from the state that Trainer saves with each checkpoint.
+    """Read the logs of a run from the states that Trainer saves, of which the one with the most steps counts.
 
     Args:
-        path: A trainer_state.json, the folder that holds it, or the output folder of a run: its last checkpoint counts.
+        path: A trainer_state.json; a folder that holds one, such as a checkpoint; or the output folder of a run: its
+            own state, from `peft-sel train` or trainer.save_state(), or that of its last checkpoint, whichever has
+            more steps. A state in it that is cut off or otherwise unreadable gives way to the next one.
 
     Returns:
         Its log_history.
 
     Raises:
         PlotError: If there is none.
-        CheckpointError: If the file is not readable JSON.
+        CheckpointError: If no file is readable JSON.
     """
     path = Path(path)
-    file = path
-    if path.is_dir():
-        last = None if (path / STATE_FILE).is_file() else get_last_checkpoint(str(path))
-        file = Path(last or path) / STATE_FILE
-    if not file.is_file():
+    files = _list_states(path) if path.is_dir() else [path]
+    states: list[dict[str, Any]] = []
+    failures: list[SELError] = []
+    for file in filter(Path.is_file, files):
+        try:
+            states.append(_read_state(file))
+        except SELError as error:
+            failures.append(error)
+        if states and file.parent != path:
+            break  # the other checkpoints are older
+    if not states and failures:
+        raise failures[0]
+    if not states:
         problem = f"holds no {STATE_FILE}, nor a checkpoint with one" if path.is_dir() else "there is no such file"
-        way_out = "name the output folder of a run that saved a checkpoint, or call trainer.save_state()"
+        way_out = "name the output folder of peft-sel train, of a Trainer that saved checkpoints, or call save_state()"
         raise PlotError(path, problem, way_out)
-    history = read_json(file).get("log_history")
+    history: list[dict[str, Any]] = max(states, key=_count_steps)["log_history"]
+    return history
+
+
+def _list_states(folder: Path) -> list[Path]:
+    """Return where states may be: in a folder itself, then in its checkpoints, the last one first."""
+    found = (CHECKPOINT.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    numbers = sorted((int(match[1]) for match in found if match), reverse=True)
+    return [folder / STATE_FILE, *(folder / f"checkpoint-{number}" / STATE_FILE for number in numbers)]
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    state = read_json(file)
+    history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise PlotError(file, "has no log_history", "name the state that a Trainer saved")
-    return history
+    return state
+
+
+def _count_steps(state: Mapping[str, Any]) -> int:
+    steps = state.get("global_step")
+    return steps if isinstance(steps, int) else 0
 
 
 def collect_curve(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -68,12 +111,28 @@ def collect_curve(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[
     ]
 
 
-def read_losses(paths: Sequence[str | Path], key: str = "loss") -> dict[str, list[tuple[int, float]]]:
+def find_loss_key(paths: Sequence[str | Path]) -> str:
+    """Return which loss all runs have a curve of: "eval_loss" on held-out text, else "loss" in training.
+
+    Args:
+        paths: As for read_logs.
+
+    Returns:
+        The key; "eval_loss" needs two evaluations in each run.
+
+    Raises:
+        PlotError: If a run has no logs.
+        CheckpointError: If a file is not readable JSON.
+    """
+    return HELD_OUT if all(len(collect_curve(read_logs(path), HELD_OUT)) > 1 for path in paths) else TRAINING
+
+
+def read_losses(paths: Sequence[str | Path], key: str = HELD_OUT) -> dict[str, list[tuple[int, float]]]:
     """Read the loss curves of runs.
 
     Args:
         paths: As for read_logs.
-        key: What is logged: "loss" in training, "eval_loss" on held-out text.
+        key: What is logged: "eval_loss" on held-out text, "loss" in training; find_loss_key says which all have.
 
     Returns:
         Curves by path.
@@ -113,17 +172,44 @@ def find_reaching_step(curve: Curve, loss: float) -> float | None:
     return None
 
 
-@styled
-def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None) -> Figure:
-    """Draw loss curves, and mark where each reaches the final loss of a baseline (the paper's Fig. 4).
+def find_lasting_step(curve: Curve, loss: float) -> float | None:
+    """Return the step from which on a curve stays at or below a loss.
 
-    The legend holds the figures: each arm's final loss, the step at which its curve first reaches the baseline's final
-    loss (see find_reaching_step), and how many times fewer steps that is. The axis of the losses ends at the largest
-    after a quarter of the steps, so that the fall at the start does not press the rest together.
+    A lucky dip of a noisy curve does not count, as it does for find_reaching_step.
+
+    Args:
+        curve: (step, loss) in the order of the steps; a loss that is not finite is above every other.
+        loss: The loss.
+
+    Returns:
+        The step, on the straight line between two points; None if the curve does not end at or below the loss.
+    """
+    below = list(takewhile(lambda point: point[1] <= loss, reversed(curve)))
+    if not below:
+        return None
+    step, value = below[-1]
+    if len(below) == len(curve):
+        return float(step)
+    last, above = curve[-len(below) - 1]
+    return last + (above - loss) / (above - value) * (step - last) if math.isfinite(above) else float(step)
+
+
+@styled
+def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None, key: str = HELD_OUT) -> Figure:
+    """Draw loss curves, and mark where each has reached the final loss of a baseline (the paper's Fig. 4).
+
+    The legend holds the figures: each arm's final loss, the step from which on its curve stays at or below the
+    baseline's final loss (see find_lasting_step), and how many times fewer steps that is than the baseline itself takes
+    to the same loss, by the same rule. Losses count as they are printed, to three digits. Only curves on held-out text
+    are compared so: losses of single training batches are so noisy that the lowest of many says little.
+
+    The axis of the losses ends at the largest after a quarter of the steps, so that the fall at the start does not
+    press the rest together; a line in the panel says so where anything is cut off.
 
     Args:
         curves: By name of the arm, (step, loss in nats per token) in the order of the steps.
         baseline: The arm to compare with; None for curves alone.
+        key: What the losses are: "eval_loss" or another "eval_..._loss" is on held-out text, "loss" in training.
 
     Returns:
         The figure.
@@ -137,22 +223,57 @@ def plot_loss_curves(curves: Mapping[str, Curve], baseline: str | None = None) -
     """
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
-    draw_losses(axes, curves, baseline)
-    list_losses(axes, baseline, columns=1 + (len(curves) > 5))
+    draw_losses(axes, curves, baseline, key, columns=1 + (len(curves) > 5))
     return figure
 
 
-def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -> None:
-    """Draw what plot_loss_curves shows into a panel.
+def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None, key: str, columns: int) -> None:
+    """Draw what plot_loss_curves shows into a panel, its legend above it.
 
     Args:
         axes: The panel.
         curves: As for plot_loss_curves.
         baseline: As for plot_loss_curves.
+        key: As for plot_loss_curves.
+        columns: Of the legend.
 
     Raises:
         PlotError: As for plot_loss_curves.
     """
+    _check_curves(curves, baseline)
+    is_held_out = key.startswith("eval_") and key.endswith("loss")
+    level = None if baseline is None or not is_held_out else curves[baseline][-1][1]
+    target = None if level is None else round(level, DIGITS) + 0.5 * 10.0**-DIGITS  # what is printed alike is reached
+    own = None if target is None else find_lasting_step(curves[baseline or ""], target)
+    others = [name for name in curves if name != baseline]
+    for name, curve in curves.items():
+        steps, losses = zip(*curve, strict=True)
+        look = {"color": "#000000", "linestyle": "-"} if name == baseline else line_look(others.index(name) % 6)
+        label = f"{name}: {losses[-1]:.{DIGITS}f}" if math.isfinite(losses[-1]) else f"{name}: diverged"
+        if level is not None and target is not None and name != baseline:
+            reached = find_lasting_step(curve, target)
+            label += "; not reached" if reached is None else f"; step {reached:.0f}"
+            if reached and own:
+                label += f" ({own / reached:.2f}x)"
+            if reached is not None:
+                axes.plot([reached], [level], marker="o", markersize=5, color=look["color"], zorder=3)
+        look["marker"] = "." if len(curve) == 1 else ""
+        axes.plot(steps, losses, label=label, zorder=2.5 if name == baseline else 2, **look)
+    if level is not None:
+        mark_level(axes, level)
+    _limit_losses(axes, curves)
+    label_steps(axes)
+    axes.set_ylabel(LABELS.get(key, key))
+    heading = "final loss"
+    if level is not None:
+        heading += f"; step from which on it stays at or below that of {baseline}\n(how many times fewer steps)"
+    elif baseline is not None:
+        heading += "; steps are compared on held-out loss only"
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), title=heading, alignment="left", ncols=columns)
+
+
+def _check_curves(curves: Mapping[str, Curve], baseline: str | None) -> None:
+    """Raise unless there is something to draw and to compare with."""
     if not curves:
         raise PlotError("curves", "there is none", "give at least one")
     for name, curve in curves.items():
@@ -161,39 +282,15 @@ def draw_losses(axes: Axes, curves: Mapping[str, Curve], baseline: str | None) -
     if baseline is not None and baseline not in curves:
         problem = "is the baseline, and no curve of that name is given"
         raise PlotError(baseline, problem, f"choose one of {list_names(curves)}")
-    level = None if baseline is None else curves[baseline][-1][1]
-    if level is not None and not math.isfinite(level):
-        raise PlotError(baseline or "", "is the baseline, and diverged", "compare with another")
-    others = [name for name in curves if name != baseline]
-    for name, curve in curves.items():
-        steps, losses = zip(*curve, strict=True)
-        look = {"color": "#000000", "linestyle": "-"} if name == baseline else line_look(others.index(name) % 6)
-        label = f"{name}: {losses[-1]:.3f}" if math.isfinite(losses[-1]) else f"{name}: diverged"
-        if level is not None and name != baseline:
-            reached = find_reaching_step(curve, level)
-            label += "; not reached" if reached is None else f"; step {reached:.0f}"
-            if reached:
-                label += f" ({curves[baseline or ''][-1][0] / reached:.2f}x)"
-            if reached is not None:
-                axes.plot([reached], [level], marker="o", markersize=5, color=look["color"], zorder=3)
-        axes.plot(steps, losses, label=label, zorder=2.5 if name == baseline else 2, **look)
-    if level is not None:
-        mark_level(axes, level)
-    _limit_losses(axes, curves)
-    label_steps(axes)
-    axes.set_ylabel("Loss (nats per token)")
-
-
-def list_losses(axes: Axes, baseline: str | None, columns: int) -> None:
-    """Put the legend of draw_losses above its panel."""
-    heading = "final loss"
-    if baseline is not None:
-        heading += f"; first step at the final loss of {baseline}\n(how many times fewer steps)"
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), title=heading, alignment="left", ncols=columns)
+    if baseline is not None and not math.isfinite(curves[baseline][-1][1]):
+        raise PlotError(baseline, "is the baseline, and diverged", "compare with another")
 
 
 def _limit_losses(axes: Axes, curves: Mapping[str, Curve]) -> None:
-    """End the axis at the largest loss after a quarter of the steps; arms that end above their start do not count."""
+    """End the axis at the largest loss after a quarter of the steps; arms that end above their start do not count.
+
+    A line says how far up anything goes that is cut off.
+    """
     finite = [[(step, value) for step, value in curve if math.isfinite(value)] for curve in curves.values()]
     steps = [step for curve in finite for step, _ in curve]
     whole = [
@@ -203,9 +300,24 @@ def _limit_losses(axes: Axes, curves: Mapping[str, Curve]) -> None:
     ]
     start = min(steps) + (max(steps) - min(steps)) / 4
     late = [value for curve in whole or finite for step, value in curve if step >= start]
+    late += [float(np.interp(start, *np.array(curve).T)) for curve in whole or finite if curve]
     low, high = min(value for curve in whole or finite for _, value in curve), max(late)
     margin = 0.04 * (high - low) or 0.01
     axes.set_ylim(low - margin, high + margin)
+    highest = max(value for curve in finite for _, value in curve)
+    if highest > high + margin:
+        note = f"cut off above: up to {highest:.3g}"
+        axes.annotate(
+            note,
+            (1, 1),
+            (-2, -2),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            color=REFERENCE,
+            fontsize=8,
+            ha="right",
+            va="top",
+        )
 
 
 @styled
@@ -214,7 +326,8 @@ def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Cur
 
     Args:
         logs: trainer.state.log_history of a run of SELTrainer or with SELCallback, what read_logs returns; or curves
-            by "<scale>/<role>", as collect_scale_means names them, with or without "sel/scale/" before.
+            by "<scale>/<role>", as collect_scale_means names them, with or without "sel/scale/" before, and its
+            "<scale>/start" where that is there.
 
     Returns:
         The figure. Values are means over the weights of a role, relative to their start, or the means themselves where
@@ -231,11 +344,15 @@ def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Cur
         keys = dict.fromkeys(key for entry in logs for key in entry if key.startswith(SCALE_PREFIX))
         logs = {key: collect_curve(logs, key) for key in keys}
     panels: dict[str, dict[str, Curve]] = {name: {} for name in SCALE_NAMES}
+    starts = dict(USUAL_STARTS)
     for key, curve in logs.items():
         scale, _, role = key.removeprefix(SCALE_PREFIX).partition("/")
         if scale not in panels or not role or not curve:
             raise PlotError(key, "is no curve of a scale", f"name it <scale>/<role>, scale one of {', '.join(panels)}")
-        panels[scale][role] = curve
+        if role == START:
+            starts[scale] = curve[-1][1]
+        else:
+            panels[scale][role] = curve
     panels = {name: lines for name, lines in panels.items() if lines}
     if not panels:
         raise PlotError("the logs", "hold no sel/scale/...", "train with SELTrainer, or with SELCallback in callbacks")
@@ -245,7 +362,7 @@ def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Cur
     figure = new_figure(2.7 * columns + 1.2, 2.5 * rows + 0.2)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
     for axes, (scale, lines) in zip(grid.flat, panels.items(), strict=False):
-        _draw_trajectories(axes, lines, roles)
+        _draw_trajectories(axes, lines, roles, 1.0 if starts[scale] else 0.0)
         axes.set_title(SCALE_TITLES[scale])
     for axes in grid.flat[len(panels) :]:
         axes.remove()
@@ -257,10 +374,8 @@ def plot_scale_trajectories(logs: Sequence[Mapping[str, Any]] | Mapping[str, Cur
     return figure
 
 
-def _draw_trajectories(axes: Axes, lines: Mapping[str, Curve], roles: Sequence[str]) -> None:
-    """Draw one scale's panel."""
-    start = next(iter(lines.values()))[0][1]
-    reference = 1.0 if start > 0.5 else 0.0
+def _draw_trajectories(axes: Axes, lines: Mapping[str, Curve], roles: Sequence[str], reference: float) -> None:
+    """Draw one scale's panel: 1 as reference for means relative to their start, 0 for those that start there."""
     values = [reference]
     for role, curve in lines.items():
         steps, means = zip(*curve, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -12,13 +13,14 @@ from torch import Tensor
 from peft_sel.errors import PlotError
 from peft_sel.numerics import MODES, check_beta, effective_weight, effective_weight_gradients, start_value
 from peft_sel.plots.figures import DASHES, PALETTE, REFERENCE, line_look, new_figure, styled
-from peft_sel.plots.runs import Curve, draw_losses, list_losses
+from peft_sel.plots.runs import HELD_OUT, Curve, draw_losses
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 201  # of each half of a curve
 MAX_EXPONENT = 3.0  # beta * |w| up to which curves go: exp(3) = 20
+MAX_DRAWN = 1e100
 NEAR_EXPONENT = 1.5  # where modes still differ visibly
 
 
@@ -58,7 +60,7 @@ def plot_transform(
 
     Raises:
         ConfigError: If a mode is unknown or a curvature not positive.
-        PlotError: If one of the three is empty.
+        PlotError: If one of the three is empty, or a line would leave the range of numbers.
         MissingPackageError: If matplotlib is not installed.
 
     Example:
@@ -78,6 +80,8 @@ def plot_transform(
         effective = effective_weight(raw, *scales, beta=beta, mode=mode)
         ones = torch.ones_like(raw)
         slope = effective_weight_gradients(ones, raw, *scales, beta=beta, mode=mode, names=["raw"])["raw"]
+        for drawn in (raw, effective, slope):
+            _check_drawable(f"beta={beta:g}, offset={offset:g}", drawn)
         look = line_look(mode_index)
         if len(shapes) > 1:
             color, dashes = PALETTE[shape_index % len(PALETTE)], DASHES[mode_index % len(DASHES)]
@@ -97,6 +101,13 @@ def plot_transform(
     return figure
 
 
+def _check_drawable(name: str, values: Tensor) -> None:
+    """Raise unless matplotlib can draw the values of a line, NaN at its gap aside."""
+    largest = float(values[values != 0].abs().nan_to_num(0.0, posinf=math.inf).max())
+    if values.isnan().sum() > 1 or not 1 / MAX_DRAWN < largest < MAX_DRAWN:
+        raise PlotError(name, "has a line that no figure can hold", "choose values nearer to a training's")
+
+
 def _name_line(
     mode: str, beta: float, offset: float, modes: Sequence[str], betas: Sequence[float], offsets: Sequence[float]
 ) -> str:
@@ -110,6 +121,7 @@ def plot_linear_path(
     betas: Sequence[float] = (7.5, 13.5, 19.1),
     curves: Mapping[str, Curve] | None = None,
     baseline: str | None = None,
+    key: str = HELD_OUT,
 ) -> Figure:
     """Draw the share of the linear path, L / (E + L), in effective weights, and what runs without it lose (Fig. 5).
 
@@ -118,13 +130,14 @@ def plot_linear_path(
             2048 and 3072. Raw weights go up to 3 over the smallest.
         curves: Loss curves of the arms of an ablation for a second panel, as for plot_loss_curves; None for none.
         baseline: The arm that the others are compared with.
+        key: What the losses are, as for plot_loss_curves.
 
     Returns:
         The figure.
 
     Raises:
         ConfigError: If a curvature is not positive.
-        PlotError: If there is no curvature, or as for plot_loss_curves.
+        PlotError: If there is no curvature, or none that can be drawn, or as for plot_loss_curves.
         MissingPackageError: If matplotlib is not installed.
 
     Example:
@@ -141,14 +154,14 @@ def plot_linear_path(
     for index, beta in enumerate(betas):
         scales = _start_scales(beta, 0.0)
         whole = effective_weight(raw, *scales, beta=beta, mode="congruent")
-        linear = effective_weight(raw, 0 * scales[0], *scales[1:], beta=beta, mode="congruent")
-        panels[0].plot(raw, 100 * linear / whole, label=rf"$\beta$ = {beta:g}", **line_look(index))
+        share = 100 * scales[1] * raw / whole  # 0 where the exponential path overflows
+        _check_drawable(f"beta={beta:g}", raw)
+        panels[0].plot(raw, share, label=rf"$\beta$ = {beta:g}", **line_look(index))
     panels[0].set_xlabel("Size of the raw weight |$w$|")
     panels[0].set_ylabel("Linear path's share of the weight (%)")
     panels[0].set_ylim(bottom=0)
     panels[0].set_xlim(left=0)
     panels[0].legend(loc="upper right")
     if has_losses:
-        draw_losses(panels[1], curves or {}, baseline)
-        list_losses(panels[1], baseline, columns=1)
+        draw_losses(panels[1], curves or {}, baseline, key, columns=1)
     return figure

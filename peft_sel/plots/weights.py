@@ -29,8 +29,10 @@ INNER_BINS = 20  # on either side of 0, up to the threshold: many more, and bflo
 OUTER_BINS = 40  # from there to the largest weight
 CELL_BITS = 20  # of float32, rounded: sign, exponent and 11 bits of the fraction; every bfloat16 has a cell of its own
 BLOCK = 1 << 22
+EFFECTIVE = "Effective weight $w_{eff}$"
 QUANTILES = {0.999: ("^", "▲"), 0.9999: ("s", "■")}
-BEFORE, AFTER = "before", "after"
+BASE, BEFORE, AFTER = "base", "before", "after"
+MOST_BOUNDS = 3  # of matrices of different shapes, in the legend one by one
 
 
 class Distribution:
@@ -95,6 +97,12 @@ class Distribution:
         reached = np.cumsum(counts[order]) >= share * self.count
         return float(np.abs(values)[order][np.argmax(reached)])
 
+    @property
+    def extreme(self) -> float:
+        """The weight farthest from 0, the positive one of two."""
+        values, _ = self.values()
+        return float(max(values, key=lambda value: (abs(value), value)))
+
     def histogram(self, edges: np.ndarray) -> np.ndarray:
         """Return the density of the weights between edges."""
         values, counts = self.values()
@@ -109,9 +117,11 @@ Weights = Tensor | Distribution | Mapping[str, Tensor | Distribution]
 def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Figure:
     """Draw distributions of weights, the density on a logarithmic axis (the paper's Fig. 1, 7).
 
-    Marks the bound of Xavier's uniform draw, which a fresh matrix does not exceed, and the sizes that 99.9 % and
-    99.99 % of the weights do not; the legend has these numbers. The axis of the weights is linear up to that bound (up
-    to the standard deviation where there is no matrix), and logarithmic beyond, on either side of 0.
+    Marks, of effective weights, the bound of Xavier's uniform draw, which a fresh matrix does not exceed (of more than
+    three shapes the smallest and the largest), and the sizes that 99.9 % and 99.99 % of the weights do not, on each
+    side of 0 that has weights of this size; the legend has these numbers, and the weight farthest from 0. The axis of
+    the weights is linear up to that bound (up to the standard deviation where there is no matrix), and logarithmic
+    beyond, on either side of 0.
 
     Args:
         weights: Effective weights: one tensor, or several by label.
@@ -128,7 +138,7 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
         >>> plot_weight_distribution({"before": old_weight, "after": new_weight})  # doctest: +SKIP
         >>> plot_weight_distribution(*read_weight_distributions("base", "adapter", tensor="q_proj"))  # doctest: +SKIP
     """
-    panels = {"Effective weight $w_{eff}$": _distribute(weights)}
+    panels = {EFFECTIVE: _distribute(weights)}
     if raw is not None:
         panels["Raw weight $w$"] = _distribute(raw)
     labels = list(dict.fromkeys(label for members in panels.values() for label in members))
@@ -144,11 +154,8 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
     for axes, (title, members) in zip(grid, panels.items(), strict=True):
         for label, member in members.items():
             _draw_distribution(axes, label, member, edges, labels.index(label))
-        bounds = sorted(set().union(*(member.xavier_bounds for member in members.values())))
-        for index, bound in enumerate(bounds):
-            text = f"Xavier bound {' and '.join(f'{value:.3g}' for value in bounds)}" if index == 0 else None
-            for position, name in ((-bound, None), (bound, text)):
-                axes.axvline(position, color=REFERENCE, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1.5, label=name)
+        if title == EFFECTIVE:
+            _mark_bounds(axes, sorted(set().union(*(member.xavier_bounds for member in members.values()))))
         axes.set_yscale("log")
         if limit > threshold:
             axes.set_xscale("symlog", linthresh=threshold)
@@ -161,6 +168,17 @@ def plot_weight_distribution(weights: Weights, raw: Weights | None = None) -> Fi
     low, high = grid[0].get_ylim()
     grid[0].set_ylim(min(low, high / 1000), high * 1.5)  # so that an even distribution looks even
     return figure
+
+
+def _mark_bounds(axes: Axes, bounds: list[float]) -> None:
+    """Mark Xavier's bounds on either side of 0."""
+    text = " and ".join(f"{bound:.3g}" for bound in bounds)
+    if len(bounds) > MOST_BOUNDS:
+        bounds = [bounds[0], bounds[-1]]
+        text = f"{bounds[0]:.3g} to {bounds[1]:.3g}"
+    for index, bound in enumerate(bounds):
+        for position, name in ((-bound, None), (bound, f"Xavier bound {text}" if index == 0 else None)):
+            axes.axvline(position, color=REFERENCE, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1.5, label=name)
 
 
 def _make_edges(threshold: float, limit: float) -> np.ndarray:
@@ -208,10 +226,12 @@ def _draw_distribution(axes: Axes, label: str, member: Distribution, edges: np.n
     tails = []
     for share, (marker, sign) in QUANTILES.items():
         size = member.quantile(share)
-        height = density[min(int(np.searchsorted(edges, size, "right")) - 1, len(density) - 1)]
-        axes.plot([size], [height or np.nan], marker=marker, markersize=5.5, linestyle="", color=look["color"])
+        sides = np.array([-size, size])
+        heights = density[np.minimum(np.searchsorted(edges, sides, "right") - 1, len(density) - 1)]
+        sides, heights = sides[heights > 0], heights[heights > 0]
+        axes.plot(sides, heights, marker=marker, markersize=5.5, linestyle="", color=look["color"])
         tails.append(f"{100 * share:g} % {sign} within {size:.3g}")
-    name = f"{label}, largest {member.quantile(1.0):.3g}\n{', '.join(tails)}"
+    name = f"{label}, farthest from 0: {member.extreme:.3g}\n{', '.join(tails)}"
     axes.stairs(density, edges, color=look["color"], linestyle=look["linestyle"], linewidth=1.3, label=name)
 
 
@@ -239,7 +259,8 @@ def read_weight_distributions(
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
-        Effective and raw weights by "before" and "after"; None for raw weights that the files do not have.
+        Effective and raw weights by "before" and "after", those of a base alone by "base"; None for raw weights that
+        the files do not have.
 
     Raises:
         PlotError: If no tensor matches, none of those is the adapter's, or one holds NaN or infinity.
@@ -293,7 +314,7 @@ def _read_base(
         if weight.dim() == 2:
             beta = resolve_beta(config, name.removesuffix(".weight"), weight, None, name)
             raw.add(invert_at_start(config, beta, weight, name)[0], name)
-    return {BEFORE: effective}, {BEFORE: raw} if raw.count == effective.count else None
+    return {BASE: effective}, {BASE: raw} if raw.count == effective.count else None
 
 
 def _read_both(
