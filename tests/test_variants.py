@@ -255,6 +255,8 @@ def test_logarithms_start_where_the_spec_says(pattern: str) -> None:
 def test_logged_means_start_at_one(name: str) -> None:
     """Relative to where each scale starts: the values after logarithms and constant factors, not the parameters."""
     means = collect_scale_means(get_peft_model(make_tiny(), SELConfig(**OPTIONS[name])))
+    starts = {key: means.pop(key) for key in [*means] if key.endswith("/start")}  # where the scale's name does not say
+    assert starts == ({"offset/start": 0.5} if "offset/q_proj" in means and "damped" in name else {})
     assert means and all(abs(mean - 1) <= 1e-5 for mean in means.values()), means
 
 
