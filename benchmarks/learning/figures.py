@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from peft_sel.plots.figures import line_look, new_figure, styled
 
 from .analysis import Results, Summary, read_curve
 from .plan import Plan, losses_by_rate
-from .trial import BINS
+from .trial import BINS, average_known
 
 MOST_CURVES = 6
 MOST_LOSS = 0.5  # above the best, of a figure with runs at rates far too high
@@ -68,12 +67,6 @@ def draw_plan(plan: Plan, runs: Runs, results: Results, summaries: list[Summary]
     for name, (figure, _) in drawn.items():
         save_figure(figure, folder / f"{plan.name}-{name}.svg", overwrite=True)
     return {f"{plan.name}-{name}.svg": caption for name, (_, caption) in drawn.items()}
-
-
-def average_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are there; None if none is."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def read_scales(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:

@@ -188,16 +188,22 @@ def _round_rate(rate: float) -> float:
 def resolve_rate(plans: dict[str, Plan], results: dict[str, dict[str, Any]], plan: str, arm: str) -> float | None:
     """Return the learning rate at which an arm is compared; None while it is not known."""
     chosen = plans[plan].arms[arm]
-    if chosen.rate is not None:
-        return chosen.rate
-    if chosen.rate_of is not None and len(chosen.times) == 1:
-        origin, _, other = chosen.rate_of.partition("/")
-        best = resolve_rate(plans, results, origin, other)
-        return None if best is None else _round_rate(best * chosen.times[0])
     losses = losses_by_rate(results, plan, arm, plans[plan].seeds[0])
     if chosen.sweep is not None:
         return find_best_rate(losses)
-    return min(losses, key=lambda rate: losses[rate]) if len(losses) == len(chosen.times) else None
+    rates = _list_given(plans, results, chosen)
+    if len(rates) > 1:
+        return min(losses, key=lambda rate: losses[rate]) if len(losses) == len(rates) else None
+    return rates[0] if rates else None
+
+
+def _list_given(plans: dict[str, Plan], results: dict[str, dict[str, Any]], arm: Arm) -> list[float]:
+    """Return the rates of an arm without a sweep; none while the arm that it takes its rate from has no best one."""
+    if arm.rate is not None:
+        return [arm.rate]
+    origin, _, other = str(arm.rate_of).partition("/")
+    best = resolve_rate(plans, results, origin, other)
+    return [] if best is None else [_round_rate(best * factor) for factor in arm.times]
 
 
 def list_missing(plans: dict[str, Plan], results: dict[str, dict[str, Any]]) -> Iterator[Run]:
@@ -225,8 +231,4 @@ def _rates(plans: dict[str, Plan], results: dict[str, dict[str, Any]], plan: Pla
     arm = plan.arms[name]
     if arm.sweep is not None:
         return list_sweep(arm.sweep, losses_by_rate(results, plan.name, name, plan.seeds[0]))
-    if arm.rate is not None:
-        return [arm.rate]
-    origin, _, other = str(arm.rate_of).partition("/")
-    best = resolve_rate(plans, results, origin, other)
-    return [] if best is None else [_round_rate(best * factor) for factor in arm.times]
+    return _list_given(plans, results, arm)

@@ -11,7 +11,7 @@ from typing import Any
 from . import figures
 from .analysis import Difference, Results, Summary, find_runs, read_losses, summarize
 from .plan import FOLDER, Plan, find_best_rate, list_missing, losses_by_rate, read_results, resolve_rate
-from .trial import BINS
+from .trial import BINS, average_known
 
 FINDINGS = FOLDER / "findings.md"
 PILOT = FOLDER / "pilot"
@@ -137,7 +137,7 @@ def render_weights(runs: dict[str, dict[str, Any]]) -> str:
     rows = []
     for arm, run in runs.items():
         if run["final"] is not None:
-            changes = [figures.average_known(column) for column in zip(*run["change"].values(), strict=True)]
+            changes = [average_known(column) for column in zip(*run["change"].values(), strict=True)]
             described = [
                 " → ".join(
                     f"{statistics.fmean([role[key] for role in run['weights'][when].values()]):.3g}"

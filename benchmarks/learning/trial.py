@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -10,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.speed.record import describe_environment
+from benchmarks.speed.record import describe_environment, render_json
 from peft_sel.demo import prepare_checkpoint
 from peft_sel.logs import collect_scale_means
 
@@ -74,11 +74,6 @@ def measure_losses(model: nn.Module, blocks: Tensor) -> list[float]:
     return losses
 
 
-def mean(values: list[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)
-
-
 @torch.no_grad()
 def describe_weights(weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Describe weights by role, averaged over the layers.
@@ -100,7 +95,7 @@ def describe_weights(weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
         figures = [spread, value.mean().item() / spread, torch.linalg.matrix_norm(value, 2).item() / expected]
         found.setdefault(name.rpartition(".")[2], []).append([*figures, sizes.max().item() / rms, tail / rms])
     names = ("std", "mean_over_std", "spectral", "max_over_rms", "q999_over_rms")
-    columns = {role: [mean(list(column)) for column in zip(*rows, strict=True)] for role, rows in found.items()}
+    columns = {role: [fmean(list(column)) for column in zip(*rows, strict=True)] for role, rows in found.items()}
     return {role: dict(zip(names, values, strict=True)) for role, values in columns.items()}
 
 
@@ -122,12 +117,13 @@ def describe_change(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict
         bins = [(sizes >= low) & (sizes < high) for low, high in pairwise(BINS)]
         row = [change[chosen].square().mean().sqrt().item() if chosen.any() else None for chosen in bins]
         found.setdefault(name.rpartition(".")[2], []).append(row)
-    return {role: [_mean_known(column) for column in zip(*rows, strict=True)] for role, rows in found.items()}
+    return {role: [average_known(column) for column in zip(*rows, strict=True)] for role, rows in found.items()}
 
 
-def _mean_known(values: Iterable[float | None]) -> float | None:
+def average_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there; None if none is."""
     known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    return fmean(known) if known else None
 
 
 @torch.no_grad()
@@ -145,7 +141,7 @@ def measure_scale_spread(model: nn.Module) -> dict[str, float]:
             spreads = [(p.std() / (p.mean().abs() if scale.start else 1.0)).item() for p in factors]
             if spreads:
                 found.setdefault(f"{name}/{path.rpartition('.')[2]}", []).append(max(spreads))
-    return {key: mean(values) for key, values in found.items()}
+    return {key: fmean(values) for key, values in found.items()}
 
 
 def read_weights(model: nn.Module, whole: bool) -> dict[str, Tensor]:
@@ -177,8 +173,11 @@ class Curve:
         self.points: list[dict[str, Any]] = []
 
     def add(self, step: int, trained: Trained, train_loss: float | None) -> float:
-        """Measure a point and return its loss."""
-        point: dict[str, Any] = {"step": step, "loss": mean(measure_losses(trained.model, self.blocks))}
+        """Measure a point and return its loss; one that is not finite, which JSON cannot hold, becomes no point."""
+        loss = fmean(measure_losses(trained.model, self.blocks))
+        if not math.isfinite(loss):
+            return loss
+        point: dict[str, Any] = {"step": step, "loss": loss}
         if train_loss is not None:
             point["train_loss"] = train_loss
         if self.arm.method == "sel":
@@ -187,9 +186,9 @@ class Curve:
         if self.setting.model != SMOLLM2 and self.arm.method in ("full", "sel"):
             weights = describe_weights(read_weights(trained.model, whole=True))
             keys = ("mean_over_std", "spectral")
-            point["weights"] = {key: mean([figures[key] for figures in weights.values()]) for key in keys}
+            point["weights"] = {key: fmean([figures[key] for figures in weights.values()]) for key in keys}
         self.points.append(point)
-        return float(point["loss"])
+        return loss
 
 
 def train(plan: Plan, run: Run) -> dict[str, Any]:
@@ -227,13 +226,13 @@ def train(plan: Plan, run: Run) -> dict[str, Any]:
     result["texts"] = [blocks.digest for blocks in (text, known) if blocks is not None]
     result["trained_parameters"] = sum(p.numel() for p in trained.model.parameters() if p.requires_grad)
     if run.arm == plan.baseline:  # the same for every arm on the checkpoint
-        result["start"] = {name: mean(measure_losses(trained.model, blocks)) for name, blocks in held_out.items()}
+        result["start"] = {name: fmean(measure_losses(trained.model, blocks)) for name, blocks in held_out.items()}
     batches = draw_batches(text.train, steps, setting.sequences, run.seed)
     healthy = train_steps(trained, batches, curve, max(1, round(setting.eval_every * steps / setting.steps)))
     result["curve"] = curve.points
     if healthy:
         losses = {name: measure_losses(trained.model, blocks) for name, blocks in held_out.items()}
-        result |= {"final": {name: mean(values) for name, values in losses.items()}, "final_blocks": losses}
+        result |= {"final": {name: fmean(values) for name, values in losses.items()}, "final_blocks": losses}
         after = read_weights(merge(trained.model), whole=scratch)
         result["weights"] = {"start": describe_weights(before), "end": describe_weights(after)}
         result["change"] = describe_change(before, after)
@@ -255,7 +254,7 @@ def train_steps(trained: Trained, batches: Tensor, curve: Curve, every: int) -> 
         trained.optimizer.zero_grad()
         recent.append(loss.item())
         if step % every == 0 or step == len(batches):
-            if not math.isfinite(curve.add(step, trained, mean(recent))):
+            if not math.isfinite(curve.add(step, trained, fmean(recent))):
                 return False
             recent = []
     return True
@@ -263,9 +262,8 @@ def train_steps(trained: Trained, batches: Tensor, curve: Curve, every: int) -> 
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
     """Write a result, complete or not at all, with six digits."""
-    rounded = json.loads(json.dumps(result, allow_nan=False), parse_float=lambda text: float(f"{float(text):.6g}"))
-    text = re.sub(r"[\[{][^][{}]*[\]}]", lambda inner: " ".join(inner[0].split()), json.dumps(rounded, indent=1))
+    text = render_json(result, digits=6, inline=r"[\[{][^][{}]*[\]}]")
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)

@@ -54,10 +54,25 @@ def write_result(
         environment: What describe_environment returned before the measurement.
     """
     result = {"kind": kind, "settings": settings, "environment": environment, "rows": rows}
-    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(rounded, indent=1))
-    file.write_text(text + "\n", encoding="utf-8")
+    file.write_text(render_json(result, digits=5, inline=r"\[[^][{}\"]*\]"), encoding="utf-8")
+
+
+def render_json(content: dict[str, Any], digits: int, inline: str) -> str:
+    """Return JSON text with rounded numbers, indented but for what a pattern matches.
+
+    Args:
+        content: What to write, without NaN and infinity.
+        digits: Significant digits of floats.
+        inline: Regular expression for what stands on one line.
+
+    Returns:
+        The text of a file.
+    """
+    rounded = json.loads(
+        json.dumps(content, allow_nan=False), parse_float=lambda text: float(f"{float(text):.{digits}g}")
+    )
+    return re.sub(inline, lambda found: " ".join(found[0].split()), json.dumps(rounded, indent=1)) + "\n"
 
 
 def _processor_name() -> str:
