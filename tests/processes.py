@@ -43,6 +43,7 @@ def launch(
     num_processes: int = 2,
     timeout_s: float = 240,
     succeeds: bool = True,
+    **environment: str,
 ) -> Launched:
     """Run `accelerate launch ... COMMAND` with gloo on CPUs, one thread in each process, and wait for its end.
 
@@ -55,6 +56,7 @@ def launch(
         num_processes: How many processes.
         timeout_s: Kill them all after this time, and fail.
         succeeds: Whether anything but exit status 0 is a failure.
+        **environment: Variables of the environment that differ from what it is else.
 
     Returns:
         How it ended; a failure shows the end of the output instead.
@@ -62,9 +64,8 @@ def launch(
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     counts = [f"--num_processes={num_processes}", "--main_process_port=0"]  # 0: a free one
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # pipes would fill, or outlive the launcher
-        process = subprocess.Popen(
-            [*launcher, *counts, *options, *map(str, command)], stdout=out, stderr=err, env=_make_environment()
-        )
+        words = [*launcher, *counts, *options, *map(str, command)]
+        process = subprocess.Popen(words, stdout=out, stderr=err, env={**_make_environment(), **environment})
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
