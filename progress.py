@@ -20,7 +20,7 @@ from pathlib import Path
 
 INDENT = " " * 12
 BAR = 24  # characters
-DRAW_S, LOG_S = 0.5, 8.0
+DRAW_S, LOG_S = 0.5, 15.0
 UNITS = {"B": 1, "bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 DOWNLOAD = re.compile(r"\s*Downloading (?:\S*/)?([^/\s]+) \(([\d.]+) (bytes|B|kB|MB|GB)\)")
 INSTALL = "Installing collected packages: "
@@ -64,7 +64,7 @@ class Progress:
             return f"{draw_bar(share)} downloading {name}, {share * self.file_bytes / 1e6:.0f} of " + (
                 f"{self.file_bytes / 1e6:.0f} MB"
             )
-        return f"{self.num_found} packages found" if self.num_found else "working"
+        return f"packages found: {self.num_found}" if self.num_found else "working"
 
 
 def draw_bar(share: float) -> str:

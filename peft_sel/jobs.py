@@ -216,6 +216,8 @@ class JobProgress(TrainerCallback):
         if state.is_world_process_zero:
             self._advance("Training", state.max_steps, state.global_step)
 
+    on_train_begin = on_step_end  # the first step may take long
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

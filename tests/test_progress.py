@@ -28,7 +28,7 @@ def test_bars_of_downloads_and_installed_packages(tmp_path: Path) -> None:
     assert watched.describe() == "working"
     for line in ("Collecting torch==2.13.0", "  Downloading torch-2.13.0.whl.metadata (30 kB)"):
         watched.read(line)
-    assert watched.describe() == "1 packages found"
+    assert watched.describe() == "packages found: 1"
     watched.read("Downloading torch-2.13.0-cp311.whl (2.0 MB)")
     (scratch / "pip-unpack-x" / "torch-2.13.0-cp311.whl").write_bytes(bytes(500_000))
     assert watched.describe() == f"[{'#' * 6}{'.' * 18}] downloading torch, 0 of 2 MB"
@@ -54,7 +54,7 @@ def test_a_line_now_and_then_where_there_is_no_terminal(
     progress.run([sys.executable, "-S", "-u", "-c", PIP, "pip"])
     lines = capfd.readouterr().out.splitlines()
     assert 1 <= len(lines) <= 5 and all(line.startswith(progress.INDENT) for line in lines)
-    assert lines[-1] == f"{progress.INDENT}2 packages found, 0 s"
+    assert lines[-1] == f"{progress.INDENT}packages found: 2, 0 s"
 
 
 def test_a_command_that_is_not_pip(capfd: pytest.CaptureFixture[str]) -> None:
