@@ -23,7 +23,7 @@ import sys
 import tempfile
 import termios
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def find_silences(chunks: list[Chunk], seconds: float) -> list[Silence]:
     silences = []
     for gap, count in reversed(gaps):
         last = ["", *read_screen(b"".join(part for _, part in chunks[:count]))][-1]
-        silences.append(Silence(round(gap, 1), last.strip(), BAR.search(last) is not None))
+        silences.append(Silence(round(gap, 2), last.strip(), BAR.search(last) is not None))
         if gap <= LIMIT_S:
             break
     return silences
@@ -139,7 +139,7 @@ def walk(folder: Path, overrides: list[str]) -> list[Figures]:
     """Go the path in a folder; a command that fails is the last one."""
     home, clone = folder / "home", folder / "peft_sel"
     home.mkdir()
-    dropped = {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}
+    dropped = {"XDG_CACHE_HOME", "PIP_CACHE_DIR", "HF_HOME", "VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     config = Path.home() / ".config" / "pip" / "pip.conf"  # says where this machine gets packages from
     if config.is_file():
@@ -156,7 +156,8 @@ def walk(folder: Path, overrides: list[str]) -> list[Figures]:
     figures: list[Figures] = []
     for command in commands:
         print(f"$ {shlex.join(command)}", flush=True)
-        figures.append(run_in_terminal(command, clone if clone.exists() else folder, environment))
+        done = run_in_terminal(command, clone if clone.exists() else folder, environment)
+        figures.append(replace(done, command=done.command.replace(str(home), "~").replace(f"{ROOT} {clone}", "URL")))
         if figures[-1].status != 0:
             break
     return figures
