@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from PIL import Image
+from tqdm import tqdm
 from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
@@ -28,7 +29,11 @@ def run_notebook(file: Path) -> NotebookNode:
     """Run a notebook in a kernel of its own, which reaches no hub and leaves no history behind."""
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
-    with tempfile.TemporaryDirectory() as scratch:
+    num_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tqdm(total=num_cells, desc=file.name, unit="cell", disable=None, leave=False) as bar,
+    ):
         os.environ |= {"HF_HUB_OFFLINE": "1", "IPYTHONDIR": scratch, "JUPYTER_RUNTIME_DIR": scratch}
         client = NotebookClient(
             notebook,
@@ -38,6 +43,7 @@ def run_notebook(file: Path) -> NotebookNode:
             resources={"metadata": {"path": str(file.parent)}},
             record_timing=False,
             coalesce_streams=True,
+            on_cell_executed=lambda **_: bar.update(),
         )
         return client.execute()
 

@@ -10,13 +10,14 @@ from peft_sel.logs import SELCallback
 from peft_sel.lora import LoraFit, save_as_lora
 from peft_sel.model import SELModel
 from peft_sel.optim import create_sel_optimizer, create_sel_scheduler, sel_param_groups
-from peft_sel.registry import extend_cards, extend_loading, extend_saving, register
+from peft_sel.registry import extend_cards, extend_loading, extend_saving, quieten_wrapping, register
 from peft_sel.saving import read_adapter, save_adapter
 from peft_sel.training import SELTrainer, SELTrainerMixin
 
 __version__ = version("peft_sel")
 
 register()
+quieten_wrapping()
 extend_loading(read_adapter)
 extend_saving()
 extend_cards()

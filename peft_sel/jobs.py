@@ -177,10 +177,7 @@ def load_model(recipe: Recipe) -> PeftModel:
         raise CheckpointError(section.path, f"cannot be loaded ({reason})", "name another checkpoint") from error
     is_folder = Path(section.path).expanduser().is_dir()
     model.name_or_path = str(folder) if is_folder else section.path  # what the adapter remembers as its base
-    with warnings.catch_warnings():
-        # PEFT reads the old name of a property that transformers has renamed.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        converted = get_peft_model(model, recipe.sel, revision=section.revision)
+    converted = get_peft_model(model, recipe.sel, revision=section.revision)
     if section.config is not None and (frozen := _list_random_and_frozen(converted)):
         warnings.warn(
             f"{list_names(frozen)} stay at their random values; train them plainly with sel.modules_to_save, as in "
@@ -218,6 +215,8 @@ class JobProgress(TrainerCallback):
         """Move the bar of the training."""
         if state.is_world_process_zero:
             self._advance("Training", state.max_steps, state.global_step)
+
+    on_train_begin = on_step_end  # the first step may take long
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

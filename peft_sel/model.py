@@ -140,9 +140,8 @@ class SELModel(SavedTuner):
         disabled = any(layer.disable_adapters for layer in iter_sel_layers(model))
         with show_placeholders(iter_sel_layers(model)):
             num_targets = None if state_dict is not None else len(self._find_targets(model, config))
-        self._progress = tqdm(
-            total=num_targets, desc="Converting", unit="module", disable=None, delay=PATIENCE_S, leave=False
-        )
+        what = "Converting" if self._convert else "Adding"  # a load converts nothing
+        self._progress = tqdm(total=num_targets, desc=what, unit="module", disable=None, delay=PATIENCE_S, leave=False)
         try:
             with agreeing():
                 with show_placeholders(iter_sel_layers(model)):

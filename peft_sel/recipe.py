@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -290,7 +291,7 @@ def _check_values(values: dict[str, Any], hints: dict[str, Any], prefix: str, so
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)]
         names = [str(member.value) for kind in enums for member in kind]
-        checked[name] = value = _read_as_meant(value, kinds, names)
+        checked[name] = value = _follow_cache(_read_as_meant(value, kinds, names))
         try:
             type_validator(key, value, hint)
         except TypeError as error:
@@ -309,6 +310,14 @@ def _read_as_meant(value: Any, kinds: tuple[Any, ...], names: list[str]) -> Any:
     if wanted and ((isinstance(value, int) and int not in kinds) or (isinstance(value, str) and str not in kinds)):
         with contextlib.suppress(ValueError):
             return float(value)
+    return value
+
+
+def _follow_cache(value: Any) -> Any:
+    """Let ~/.cache be the cache folder that XDG_CACHE_HOME names, if it does: there the demo leaves its model."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if cache and isinstance(value, str) and value.startswith("~/.cache/"):
+        return str(Path(cache) / value.removeprefix("~/.cache/"))
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -25,6 +26,7 @@ PEFT_TYPE_NAME = "SYMEXPLIN"
 GATHERER_MARK = "gathers_sel_adapters"  # an attribute of the function that does
 CARD_MARK = "keeps_what_users_wrote"  # an attribute of the function that does
 READER_MARK = "reads_sel_adapters"  # an attribute of the function that reads them
+QUIET_MARK = "wraps_sel_models_quietly"  # an attribute of the function that does
 
 
 def add_peft_type(name: str) -> None:
@@ -49,6 +51,26 @@ def register() -> None:
         peft.utils.register_peft_method(
             name=PEFT_TYPE_NAME.lower(), config_cls=SELConfig, model_cls=SELModel, prefix=SELModel.prefix
         )
+
+
+def quieten_wrapping() -> None:
+    """Let PEFT wrap a SEL model without a warning that its user could do nothing about; a second call does nothing.
+
+    PEFT asks each model for `is_gradient_checkpointing`, which transformers has renamed and warns of.
+    """
+    stock = PeftModel.__init__
+    if hasattr(stock, QUIET_MARK):
+        return
+
+    @wraps(stock)
+    def wrap_model(self: PeftModel, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            if isinstance(peft_config, SELConfig):
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            stock(self, model, peft_config, *args, **kwargs)
+
+    setattr(wrap_model, QUIET_MARK, True)
+    setattr(PeftModel, "__init__", wrap_model)  # noqa: B010
 
 
 def extend_loading(read: Callable[..., dict[str, Tensor] | None]) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DistributedType, broadcast_object_list
 from peft import PeftModel
 from peft.utils import CONFIG_NAME
@@ -103,6 +104,8 @@ class SELTrainerMixin(_TrainerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_trainer(self)
+        if not torch.accelerator.is_available():  # there it does nothing, and torch warns of that
+            self.args.dataloader_pin_memory = False
         self.shares_weights = True
         self._open_step: Accumulation | None = None
         self._unfinished: Path | None = None  # where a checkpoint is being written

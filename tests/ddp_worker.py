@@ -332,6 +332,5 @@ def train_killed(folder: Path, moment: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error" if sys.argv[1] == "compare" else "default")  # a resumed run says what it removes
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # see setup.cfg
     {"compare": compare, "killed": train_killed}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
     torch.distributed.destroy_process_group()  # threads of one that is still there can abort a process that ends

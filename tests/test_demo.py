@@ -143,6 +143,15 @@ def test_checkpoint_is_made_once_by_whoever_comes_first(tmp_path: Path, monkeypa
     assert (folder / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_steps_without_a_bar_are_announced_on_terminals(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    material._announce("reading the tokenizer")
+    assert capsys.readouterr() == ("", "   reading the tokenizer\n" if is_terminal else "")
+
+
 def test_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), material.complete_folder(tmp_path / "made") as unfinished:
         (unfinished / "no such folder" / "half").touch()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,20 @@ def test_values_that_do_not_fit(value: float, error: type[Exception], message: s
     with pytest.raises(error, match=message):
         export_weights(tmp_path / "adapter", tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_bar_on_terminals(progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_trained(tmp_path)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    report = export_weights(tmp_path / "adapter", tmp_path / "out", progress=progress)
+    last = sys.stderr.getvalue().split("\r")[-1]
+    assert (last.startswith("export: 100%|") and f"| {report.tensors}/{report.tensors} [" in last) is progress
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,6 @@ from peft_sel.recipe import load_recipe
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(Accelerator, "is_fsdp2"), reason="this accelerate has no FSDP2"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:.* is all zeros, so beta='auto'"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
 ]

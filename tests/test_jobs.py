@@ -16,12 +16,12 @@ from peft import PeftConfig, PeftModel
 from processes import launch
 from safetensors.torch import load_file
 from tiny import make_documents, make_tokenizer, save_checkpoint, write_documents, write_recipe
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 
 from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
-from peft_sel.jobs import MARKS_FILE, hide_bars_outside_terminals, resolve_checkpoint, run_job
+from peft_sel.jobs import MARKS_FILE, JobProgress, hide_bars_outside_terminals, resolve_checkpoint, run_job
 from peft_sel.plots import read_logs
 from peft_sel.recipe import BASE_FOLDER, ModelSection, build_recipe, load_recipe
 
@@ -141,6 +141,16 @@ def test_recipe_and_overrides(folder: Path) -> None:
     assert recipe.training.max_steps == 4 and recipe.training.output_dir == str(folder / "out") and recipe.merge
     assert (recipe.sel.r, recipe.sel.mode, recipe.sel.task_type) == (4, "congruent", "CAUSAL_LM")
     assert recipe.sel.exp_scale == ScaleConfig("row", lr_mult=7.0) and recipe.sel.offset == ScaleConfig("column")
+
+
+@pytest.mark.parametrize("cache", [None, "", "/elsewhere"])
+def test_the_cache_folder_is_where_the_demo_puts_it(cache: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    tree = {"model": {"path": "~/.cache/peft_sel/x"}, "data": {"dataset": "y"}}
+    recipe = build_recipe(tree, source="test", default_output_dir="runs/out")
+    assert recipe.model.path == ("/elsewhere/peft_sel/x" if cache else "~/.cache/peft_sel/x")
 
 
 def test_an_empty_recipe_section_means_the_defaults(folder: Path) -> None:
@@ -335,6 +345,12 @@ def test_adapter_remembers_the_id_of_its_base(folder: Path, monkeypatch: pytest.
     run_job(load_recipe(write_recipe(folder, model={"path": "some/model", "revision": "v1"})))
     config = PeftConfig.from_pretrained(str(folder / "out" / "adapter"))
     assert (config.base_model_name_or_path, config.revision) == ("some/model", "v1")
+
+
+def test_the_bar_of_a_training_is_there_before_its_first_step() -> None:
+    progress = JobProgress()
+    progress.on_train_begin(TrainingArguments(), TrainerState(max_steps=3), TrainerControl())
+    assert progress.bars["Training"].total == 3
 
 
 def test_bars_are_for_terminals() -> None:

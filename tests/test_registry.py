@@ -5,11 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
+import pytest
+from models import make_config, make_tiny
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+    LoraConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+)
 
 from peft_sel import SELConfig, SELModel
-from peft_sel.registry import register
+from peft_sel.registry import quieten_wrapping, register
 
 
 def test_member_behaves_like_any_other():
@@ -36,3 +46,23 @@ def test_registering_again_changes_nothing():
     assert (dict(PEFT_TYPE_TO_CONFIG_MAPPING), list(PeftType)) == before
     assert PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.SYMEXPLIN] is SELConfig
     assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.SYMEXPLIN] is SELModel
+
+
+def test_no_warning_that_a_caller_can_do_nothing_about(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        get_peft_model(make_tiny(), make_config(task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+        PeftModel.from_pretrained(make_tiny(), tmp_path)
+    assert [str(warning.message) for warning in caught] == []
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # a caller's own, and those of other methods
+        assert not make_tiny().is_gradient_checkpointing
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        get_peft_model(make_tiny(), LoraConfig(target_modules=["q_proj"]))
+    assert any("is_gradient_checkpointing" in str(warning.message) for warning in caught)
+
+
+def test_quietening_again_changes_nothing():
+    before = PeftModel.__init__
+    quieten_wrapping()
+    assert PeftModel.__init__ is before

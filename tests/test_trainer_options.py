@@ -24,6 +24,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
     set_seed,
 )
 
@@ -284,3 +285,10 @@ def test_model_init_makes_a_new_model_for_each_training(tmp_path: Path) -> None:
     second = training_logs(trainer)
     assert second[0]["loss"] == first[0]["loss"] > 0 and second[1]["loss"] != first[1]["loss"]
     assert [log["sel/lr/exp_scale"] for log in second] == pytest.approx([10 * log["sel/lr/exp_scale"] for log in first])
+
+
+def test_no_warning_of_pinned_memory_where_nothing_can_be_pinned(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to="none")
+    trainer = SELTrainer(make_model(), arguments, train_dataset=make_data())
+    next(iter(trainer.get_train_dataloader()))
+    assert trainer.args.dataloader_pin_memory == torch.accelerator.is_available()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from peft_sel.checkpoint.adapter import Adapter, is_parameter, weight_key
 from peft_sel.checkpoint.base_check import BaseCheck
@@ -140,6 +141,7 @@ def export_weights(
     dtype: torch.dtype = torch.bfloat16,
     base_dir: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
     check_base: bool = True,
 ) -> ExportReport:
     """Write the effective weights (Eq. 3-7) of what an adapter trained, and nothing else, as safetensors.
@@ -156,6 +158,7 @@ def export_weights(
         base_dir: Folder of the base model, which only an adapter with train_raw=False needs; the weights of another are
             compared with those that it holds.
         max_shard_bytes: Most bytes of tensor data per file.
+        progress: Show a progress bar when standard error is a terminal.
         check_base: Refuse a base that the adapter was not made from, by the fingerprints that it records.
 
     Returns:
@@ -180,10 +183,16 @@ def export_weights(
         entries = plan_shards(weights.entries, max_shard_bytes)
         files = list(dict.fromkeys(entry.file for entry in entries))
         num_bytes = 0
-        with staged_folder(out_dir) as unfinished:
+        bar = tqdm(total=len(entries), desc="export", unit=" tensors", disable=None if progress else True)
+
+        def compute(entry: TensorEntry) -> Tensor:
+            bar.update()
+            return weights.compute(entry)
+
+        with bar, staged_folder(out_dir) as unfinished:
             for file in files:
                 members = [entry for entry in entries if entry.file == file]
-                num_bytes += write_shard(unfinished / file, members, weights.compute, {"format": "pt"})
+                num_bytes += write_shard(unfinished / file, members, compute, {"format": "pt"})
             if len(files) > 1:
                 write_index(unfinished / f"{MODEL_FILE}.index.json", entries, {})
     return ExportReport(len(entries), num_bytes, out_dir)

@@ -72,6 +72,7 @@ def prepare_checkpoint(cache_dir: Path | None = None) -> Path:
         return folder
     gguf_file = find_gguf()
     llama, tokenizer = load_gguf(gguf_file)
+    _announce("comparing its Qwen2 form")
     model = express_as_qwen2(llama)
     tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -79,6 +80,7 @@ def prepare_checkpoint(cache_dir: Path | None = None) -> Path:
         difference = ((model(tokens).logits - expected).abs().max() / expected.abs().max()).item()
     if not difference <= LOGIT_TOLERANCE:
         raise CheckpointError(gguf_file, f"its Qwen2 form has other logits (by {difference:.3g})", "report this")
+    _announce("writing it, for the next time")
     with complete_folder(folder) as unfinished:
         model.bfloat16().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -115,11 +117,19 @@ def load_gguf(file: Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     # transformers draws the bar of this conversion into files and pipes too.
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     with quiet:
+        _announce("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _announce("reading the weights")
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
         )
     return model, tokenizer
+
+
+def _announce(step: str) -> None:
+    """Say on a terminal what takes seconds and has no bar before or after it."""
+    if sys.stderr.isatty():
+        print(f"   {step}", file=sys.stderr, flush=True)
 
 
 def express_as_qwen2(llama: nn.Module) -> Qwen2ForCausalLM:
