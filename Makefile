@@ -9,7 +9,7 @@ EXTRAS ?= train,demo,test,plots,trl
 ARGS ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python progress.py $(BIN)/python -m pip install --progress-bar off --no-input -c $(CONSTRAINTS)
+INSTALL := $(BIN)/python .ci/progress.py $(BIN)/python -m pip install --progress-bar off --no-input -c $(CONSTRAINTS)
 PACKAGE := .[$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -70,7 +70,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("peft-sel needs Python 3.10 or newer, this is " + sys.version.split()[0] \
 	    + ": name another, as in make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	@echo "[setup 1/4] virtual environment $(VENV), $$($(PYTHON) --version)"
-	@test -x $(BIN)/pip || $(PYTHON) progress.py $(PYTHON) -m venv --clear $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) .ci/progress.py $(PYTHON) -m venv --clear $(VENV)
 	@torch=$$(sed -n 's/^torch==//p' $(CONSTRAINTS)); \
 	if nvidia-smi -L >/dev/null 2>&1; then \
 	    echo "[setup 2/4] torch $$torch for the GPU (up to 3 GB, some minutes)"; \

@@ -314,9 +314,9 @@ def _read_as_meant(value: Any, kinds: tuple[Any, ...], names: list[str]) -> Any:
 
 
 def _follow_cache(value: Any) -> Any:
-    """Let ~/.cache be the cache folder that XDG_CACHE_HOME names, if it does: there the demo leaves its model."""
+    """Look for ~/.cache/peft_sel, where the demo leaves its model, in the cache folder that XDG_CACHE_HOME names."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    if cache and isinstance(value, str) and value.startswith("~/.cache/"):
+    if cache and isinstance(value, str) and value.startswith("~/.cache/peft_sel/"):
         return str(Path(cache) / value.removeprefix("~/.cache/"))
     return value
 

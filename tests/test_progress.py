@@ -1,4 +1,4 @@
-"""progress.py: what make's set-up shows while pip works."""
+""".ci/progress.py: what make's set-up shows while pip works."""
 
 from __future__ import annotations
 

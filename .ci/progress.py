@@ -1,4 +1,4 @@
-"""Runs a command of the set-up behind one line that says how far it is: `python progress.py COMMAND ...`; make uses it.
+"""Runs a command of the set-up behind one line that says how far it is: `.ci/progress.py COMMAND ...`, for make.
 
 pip's own output would be hundreds of lines, and its quiet mode is silent for minutes. On a terminal the line is drawn
 anew twice a second; elsewhere one is written every LOG_S seconds. What the command has to say is shown if it fails.
