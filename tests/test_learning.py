@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.learning import __main__ as command
+from benchmarks import readme
 from benchmarks.learning import analysis, arms, plan, report, texts, trial
 
 SETTING = plan.Setting(model="smollm2", text="pydoc", steps=8)
@@ -104,13 +104,13 @@ def test_a_run_that_diverged_is_no_best_rate() -> None:
 
 
 def test_every_plan_is_valid_and_names_arms_that_exist() -> None:
-    plans = {name: plan.load_plan(name) for name in command.ORDER}
-    assert sorted(command.ORDER) == sorted(file.stem for file in plan.PLANS.glob("*.yaml"))
+    plans = plan.load_plans()
+    assert sorted(plan.ORDER) == sorted(file.stem for file in plan.PLANS.glob("*.yaml"))
     for number, chosen in enumerate(plans.values()):
         for arm in chosen.arms.values():
             assert arm.method in arms.METHODS
             origin, _, other = (arm.rate_of or f"{chosen.name}/{chosen.baseline}").rpartition("/")
-            assert origin in command.ORDER[: number + 1]
+            assert origin in plan.ORDER[: number + 1]
             assert other in plans[origin].arms
 
 
@@ -296,7 +296,7 @@ def test_the_report_says_what_the_runs_gave(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", command.ORDER)
+@pytest.mark.parametrize("name", plan.ORDER)
 def test_every_arm_of_every_plan_trains_and_merges(name: str) -> None:
     chosen = plan.load_plan(name)
     scratch = chosen.setting.model != trial.SMOLLM2
@@ -316,7 +316,7 @@ def test_every_arm_of_every_plan_trains_and_merges(name: str) -> None:
 
 
 def test_committed_results_are_those_of_the_plans() -> None:
-    plans = {name: plan.load_plan(name) for name in command.ORDER}
+    plans = plan.load_plans()
     for name, result in plan.read_results().items():
         arm = plans[result["plan"]].arms[result["arm"]]
         assert name == plan.Run(result["plan"], result["arm"], result["rate"], result["seed"]).file
@@ -325,6 +325,24 @@ def test_committed_results_are_those_of_the_plans() -> None:
         if arm.sweep is not None:
             exponent = math.log2(result["rate"] / arm.sweep)
             assert exponent == pytest.approx(round(exponent), abs=0.02)
+
+
+def test_the_results_in_the_readme_are_those_of_the_json_files() -> None:
+    page = readme.README.read_text(encoding="utf-8")
+    assert readme.fill_in(page, readme.make_tables()) == page
+    rows = {cells[1]: cells for line in page.splitlines() if len(cells := line.split("|")) > 5}
+    for name, arm, words in (("german", "sel", " SEL "), ("scratch256", "adamw", " AdamW on plain weights ")):
+        runs = [r for r in plan.read_results().values() if (r["plan"], r["arm"]) == (name, arm)]
+        rate = min((r["final"]["validation"], r["rate"]) for r in runs if r["seed"] == 0)[1]
+        loss = statistics.mean(r["final"]["text"] for r in runs if r["rate"] == rate)
+        assert f" {loss:.3f} " in rows[words]
+
+
+def test_a_readme_without_the_mark_of_a_table_is_an_error() -> None:
+    page = "a\n<!-- results: scratch -->\n\n| old |\n| row |\n\nb | c\n"
+    assert readme.fill_in(page, {"scratch": "| new |"}) == "a\n<!-- results: scratch -->\n\n| new |\n\nb | c\n"
+    with pytest.raises(ValueError, match="no line <!-- results: pretrained -->"):
+        readme.fill_in(page, {"pretrained": "| new |"})
 
 
 @pytest.mark.parametrize("method", ["full", "relative"])

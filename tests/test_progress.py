@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import progress
+import pytest
 
 PIP = """
 import sys, time

@@ -107,7 +107,7 @@ class Environment:
         variables = {**self.variables, "PYTHON": sys.executable}
         subprocess.run(["sh", "-ec", line], cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
         calls = self.calls.read_text().splitlines()
-        installs = [call.rpartition(" ")[2] for call in calls if call.startswith("python -m pip install ")]
+        installs = [call.rpartition(" ")[2] for call in calls if "/python -m pip install " in call]
         return installs, calls[len(installs) :]
 
 

@@ -19,12 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .plan import RESULTS, Plan, Run, list_missing, load_plan, read_results
+from .plan import ORDER, RESULTS, Plan, Run, list_missing, load_plans, read_results
 from .report import write_report
 from .trial import load_texts, train, write_result
-
-# The order of the runs; a plan that takes another's best rate comes after it.
-ORDER = ("german", "scratch256", "lengths", "study", "linux", "scratch128", "small")
 
 
 def start(run: Run, out: Path, threads: int) -> subprocess.Popen[bytes]:
@@ -72,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", nargs=4, metavar=("PLAN", "ARM", "RATE", "SEED"), help="one run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(arguments)
-    plans = {name: load_plan(name) for name in ORDER}
+    plans = load_plans()
     if args.run:
         name, arm, rate, seed = args.run
         if name not in plans or arm not in plans[name].arms:

@@ -89,27 +89,29 @@ def _render_summary(found: Summary, has_known: bool) -> list[str]:
         f"{next(iter(found.runs.values()))['trained_parameters'] / 1e6:.1f}M",
         f"{found.rate:.3g}" + ("" if found.swept else " (not swept)"),
         ", ".join(f"{loss:.3f}" for loss in read_losses(found.runs).values()),
-        _render_interval(difference),
+        render_interval(difference),
         "" if error is None else f"{error:.3f}",
         verdict,
-        _render_ratios([ratio for _, ratio in sorted(found.find_step_ratios().items())]),
+        render_ratios([ratio for _, ratio in sorted(found.find_step_ratios().items())]),
         ", ".join("never" if c is None else f"{c:.2f}x" for _, c in sorted(found.find_crossings().items())),
     ]
     if has_known:
         starts = [run["start"]["known"] for run in found.base.values() if run["start"]]
         ends = statistics.fmean(read_losses(found.runs, "known").values())
-        row += [" → ".join(f"{loss:.3f}" for loss in [*starts[:1], ends]), _render_interval(found.compare("known"))]
+        row += [" → ".join(f"{loss:.3f}" for loss in [*starts[:1], ends]), render_interval(found.compare("known"))]
     return row
 
 
-def _render_interval(difference: Difference | None) -> str:
+def render_interval(difference: Difference | None) -> str:
+    """Return a mean difference and half of its interval, nothing for None."""
     if difference is None:
         return ""
     spread = "" if difference.half_width is None else f" ± {difference.half_width:.3f}"
     return f"{difference.mean:+.3f}{spread}"
 
 
-def _render_ratios(ratios: list[float]) -> str:
+def render_ratios(ratios: list[float]) -> str:
+    """Return step ratios, those outside the baseline's lengths in words."""
     texts = {0.0: "below", float("inf"): "beyond"}
     return ", ".join(texts.get(ratio, f"{ratio:.2f}") for ratio in ratios)
 
