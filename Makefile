@@ -45,9 +45,11 @@ peft-suite: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/speed $(ARGS)
+	$(BIN)/python -m benchmarks.readme
 
 learn: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.learning $(ARGS)
+	$(BIN)/python -m benchmarks.readme
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check

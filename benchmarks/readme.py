@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 SPEED_TOKENS = (512, 2048)  # of a step
 PRETRAINED = {  # arm of the plan german: what it is in words, and its name in speed/, if measured there
-    "full": ("full fine-tuning", "full"),
-    "full-all": ("full fine-tuning, embeddings and norms too", None),
+    "full": ("full fine-tuning of the same layers", "full"),
+    "full-all": ("full fine-tuning of everything", None),
     "sel": ("SEL", "sel-keep"),
     "sel-small": ("SEL, `train_raw=False`", "sel-scales"),
     "sel-scales": ("SEL, `train_raw=False, r=0`", None),
@@ -32,11 +32,15 @@ PRETRAINED = {  # arm of the plan german: what it is in words, and its name in s
 }
 SCRATCH = {  # arm of the plan scratch256: what it is in words
     "adamw": "AdamW on plain weights",
-    "gentle": "SEL, mismatch, beta 15, multipliers 1",
-    "paper": "SEL, mismatch, multipliers 50 → 8",
-    "paper-1": "SEL, mismatch, multipliers 1",
-    "congruent": "SEL, congruent, multipliers 50 → 8",
-    "congruent-1": "SEL, congruent, multipliers 1",
+    "paper": "SEL as in the paper",
+    "paper-5": "the paper's, multipliers 5 → 0.8",
+    "paper-1": "the paper's, multipliers 1",
+    "gentle": "the paper's, multipliers 1, beta 15, no offset",
+    "width-rule": "the paper's, beta by the width",
+    "fixed-multipliers": "the paper's, multipliers not annealed",
+    "table6": "the paper's, its Table 6's best",
+    "congruent": "SEL, congruent",
+    "congruent-1": "SEL, congruent, multipliers 1, no offset",
     "exp-only": "SEL, exp_only",
     "relative": "Adam, steps affine in abs(w)",
     "power": "Powerpropagation",
@@ -50,24 +54,16 @@ def render_pretrained(summaries: Sequence[Summary], speed: Sequence[dict[str, An
         summaries: Of the plan german, the best first.
         speed: Rows of speed/results by method, one mapping for each of SPEED_TOKENS.
     """
-    times = [f"{tokens:,}" for tokens in SPEED_TOKENS]
-    header = ["", "trained", "loss", "minus full", "English text", "time, " + " and ".join(times), "memory"]
+    header = ["", "trained", "rate", "seeds", "loss", "minus full", "English text", "time", "memory"]
     rows = []
     for found in summaries:
         words, measured = PRETRAINED[found.arm]
         trained = next(iter(found.runs.values()))["trained_parameters"]
-        ratios = [[rows_of[measured][key] for rows_of in speed] for key in ("time_ratio", "memory_ratio") if measured]
-        rows.append(
-            [
-                words,
-                f"{trained / 1e6:.1f}M",
-                _average(found, "text"),
-                "" if found.is_baseline else render_interval(found.compare()),
-                _average(found, "known"),
-                *([" and ".join(f"{median['full'][1]:.2f}" for median in ratios[0])] if measured else [""]),
-                *([" and ".join(f"{ratio['full']:.2f}" for ratio in ratios[1])] if measured else [""]),
-            ]
-        )
+        row = [words, f"{trained / 1e6:.1f}M", *_render_losses(found), f"{_average(found, 'known'):.3f}", "", ""]
+        if measured is not None:
+            row[-2] = ", ".join(f"{rows_of[measured]['time_ratio']['full'][1]:.2f}" for rows_of in speed)
+            row[-1] = ", ".join(f"{rows_of[measured]['memory_ratio']['full']:.2f}" for rows_of in speed)
+        rows.append(row)
     return render_table(header, rows)
 
 
@@ -77,25 +73,27 @@ def render_scratch(summaries: Sequence[Summary]) -> str:
     Args:
         summaries: Of the plan scratch256, the best first.
     """
-    header = ["", "loss", "minus AdamW", "said of it", "step ratio"]
+    header = ["", "rate", "seeds", "loss", "minus AdamW", "step ratio"]
     rows = []
     for found in summaries:
-        difference = found.compare()
-        if found.arm in SCRATCH and difference is not None:
-            rows.append(
-                [
-                    SCRATCH[found.arm],
-                    _average(found, "text"),
-                    "" if found.is_baseline else render_interval(difference),
-                    "baseline" if found.is_baseline else difference.verdict,
-                    render_ratios([ratio for _, ratio in sorted(found.find_step_ratios().items())]),
-                ]
-            )
+        ratios = [] if found.is_baseline else [ratio for _, ratio in sorted(found.find_step_ratios().items())]
+        rows.append([SCRATCH[found.arm], *_render_losses(found), render_ratios(ratios)])
     return render_table(header, rows)
 
 
-def _average(found: Summary, text: str) -> str:
-    return f"{statistics.fmean(read_losses(found.runs, text).values()):.3f}"
+def _render_losses(found: Summary) -> list[str]:
+    """Return rate, seeds, loss and difference to the baseline of an arm."""
+    difference = "" if found.is_baseline else render_interval(found.compare())
+    return [f"{found.rate:.1g}", str(len(_share_seeds(found))), f"{_average(found, 'text'):.3f}", difference]
+
+
+def _share_seeds(found: Summary) -> list[int]:
+    return sorted(found.runs.keys() & found.base.keys())
+
+
+def _average(found: Summary, text: str) -> float:
+    losses = read_losses(found.runs, text)
+    return statistics.fmean(losses[seed] for seed in _share_seeds(found))
 
 
 def make_tables() -> dict[str, str]:

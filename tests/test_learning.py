@@ -329,7 +329,7 @@ def test_committed_results_are_those_of_the_plans() -> None:
 
 def test_the_results_in_the_readme_are_those_of_the_json_files() -> None:
     page = readme.README.read_text(encoding="utf-8")
-    assert readme.fill_in(page, readme.make_tables()) == page
+    assert readme.fill_in(page, readme.make_tables()) == page, "python -m benchmarks.readme writes them"
     rows = {cells[1]: cells for line in page.splitlines() if len(cells := line.split("|")) > 5}
     for name, arm, words in (("german", "sel", " SEL "), ("scratch256", "adamw", " AdamW on plain weights ")):
         runs = [r for r in plan.read_results().values() if (r["plan"], r["arm"]) == (name, arm)]
