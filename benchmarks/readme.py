@@ -54,7 +54,7 @@ def render_pretrained(summaries: Sequence[Summary], speed: Sequence[dict[str, An
         summaries: Of the plan german, the best first.
         speed: Rows of speed/results by method, one mapping for each of SPEED_TOKENS.
     """
-    header = ["", "trained", "rate", "seeds", "loss", "minus full", "English text", "time", "memory"]
+    header = ["", "trained", "rate", "loss", "minus full", "step ratio", "English text", "time", "memory"]
     rows = []
     for found in summaries:
         words, measured = PRETRAINED[found.arm]
@@ -73,27 +73,22 @@ def render_scratch(summaries: Sequence[Summary]) -> str:
     Args:
         summaries: Of the plan scratch256, the best first.
     """
-    header = ["", "rate", "seeds", "loss", "minus AdamW", "step ratio"]
-    rows = []
-    for found in summaries:
-        ratios = [] if found.is_baseline else [ratio for _, ratio in sorted(found.find_step_ratios().items())]
-        rows.append([SCRATCH[found.arm], *_render_losses(found), render_ratios(ratios)])
-    return render_table(header, rows)
+    header = ["", "rate", "loss", "minus AdamW", "step ratio"]
+    return render_table(header, [[SCRATCH[found.arm], *_render_losses(found)] for found in summaries])
 
 
 def _render_losses(found: Summary) -> list[str]:
-    """Return rate, seeds, loss and difference to the baseline of an arm."""
-    difference = "" if found.is_baseline else render_interval(found.compare())
-    return [f"{found.rate:.1g}", str(len(_share_seeds(found))), f"{_average(found, 'text'):.3f}", difference]
-
-
-def _share_seeds(found: Summary) -> list[int]:
-    return sorted(found.runs.keys() & found.base.keys())
+    """Return rate, loss, and difference and step ratio to the baseline of an arm."""
+    cells = [f"{found.rate:.1g}", f"{_average(found, 'text'):.3f}"]
+    if found.is_baseline:
+        return [*cells, "", ""]
+    ratios = [ratio for _, ratio in sorted(found.find_step_ratios().items())]
+    return [*cells, render_interval(found.compare()), render_ratios(ratios)]
 
 
 def _average(found: Summary, text: str) -> float:
     losses = read_losses(found.runs, text)
-    return statistics.fmean(losses[seed] for seed in _share_seeds(found))
+    return statistics.fmean(losses[seed] for seed in found.runs.keys() & found.base.keys())
 
 
 def make_tables() -> dict[str, str]:
