@@ -1,4 +1,9 @@
-"""Every block of code in the documents is run as it stands there; RUN_BY says by which test."""
+"""Every block of code in the documents has a test, which RUN_BY names.
+
+Python, commands of peft-sel and make's targets run as they stand there; the demo is only called, and training is made
+small. Of pip and the linters make's targets call stand-ins. The launches of several processes run in a slow test alone,
+and lists are compared with what they list.
+"""
 
 from __future__ import annotations
 
