@@ -79,7 +79,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 	    $(INSTALL) "torch==$$torch,!=$$torch+cpu"; \
 	else \
 	    echo "[setup 2/4] torch $$torch, CPU build (about 200 MB)"; \
-	    $(INSTALL) "torch==$$torch+cpu" 2>/dev/null || { \
+	    $(INSTALL) "torch==$$torch+cpu" 2>/dev/null || { status=$$?; [ $$status -lt 128 ] || exit $$status; \
 	        echo "            not on this package index, so the standard build (on Linux up to 3 GB, some minutes)"; \
 	        $(INSTALL) "torch==$$torch"; }; \
 	fi

@@ -1,7 +1,8 @@
 """Runs a command of the set-up behind one line that says how far it is: `.ci/progress.py COMMAND ...`, for make.
 
 pip's own output would be hundreds of lines, and its quiet mode is silent for minutes. On a terminal the line is drawn
-anew twice a second; elsewhere one is written every LOG_S seconds. What the command has to say is shown if it fails.
+anew twice a second; elsewhere one is written every LOG_S seconds. What the command has to say is shown if it fails, and
+an error of a pip that goes on in any case.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 INDENT = " " * 12
 BAR = 24  # characters
 DRAW_S, LOG_S = 0.5, 15.0
+NUM_LAST_LINES = 50  # of its output, shown after a failure
 UNITS = {"B": 1, "bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-DOWNLOAD = re.compile(r"\s*Downloading (?:\S*/)?([^/\s]+) \(([\d.]+) (bytes|B|kB|MB|GB)\)")
+DOWNLOAD = re.compile(r"\s*Downloading (?:\S*/)?([^/\s]+) \((\d+(?:\.\d+)?) (bytes|B|kB|MB|GB)\)")
 INSTALL = "Installing collected packages: "
 
 
@@ -73,47 +75,62 @@ def draw_bar(share: float) -> str:
     return f"[{'#' * filled}{'.' * (BAR - filled)}]"
 
 
-def follow(lines: Iterable[str], progress: Progress) -> None:
-    """Read pip's lines as they come."""
-    for line in lines:
-        progress.read(line)
+def watch(process: subprocess.Popen[bytes], output: TextIO, progress: Progress) -> None:
+    """Show how far a process is until it ends."""
+    started = shown = time.monotonic()
+    draws, unfinished = sys.stdout.isatty(), ""
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(DRAW_S)
+        *lines, unfinished = (unfinished + output.read()).split("\n")
+        for line in lines:
+            progress.read(line)
+        now = time.monotonic()
+        text = f"{INDENT}{progress.describe()}, {now - started:.0f} s"
+        if draws:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        elif now - shown >= LOG_S:
+            print(text, flush=True)
+            shown = now
+    if draws:
+        print("\r\033[K", end="", flush=True)
 
 
 def run(command: list[str]) -> int:
-    """Run a command, show how far it is, and return its exit status."""
-    started = shown = time.monotonic()
-    draws = sys.stdout.isatty()
-    with tempfile.TemporaryDirectory(prefix="peft-sel-setup-") as scratch, tempfile.TemporaryFile("w+") as errors:
-        site = Path(command[0]).parent.parent / "lib" / "python" / "site-packages"
-        progress = Progress(site, Path(scratch))
-        environment = {**os.environ, "TMPDIR": scratch, "PYTHONUNBUFFERED": "1"}
-        output = subprocess.PIPE if "pip" in command else errors
-        process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, env=environment)
-        reader = threading.Thread(target=follow, args=(process.stdout or (), progress), daemon=True)
-        reader.start()
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(DRAW_S)
-            now = time.monotonic()
-            text = f"{INDENT}{progress.describe()}, {now - started:.0f} s"
-            if draws:
-                print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
-            elif now - shown >= LOG_S:
-                print(text, flush=True)
-                shown = now
-        reader.join()
-        if process.stdout is not None:
-            process.stdout.close()
-        if draws:
-            print("\r\033[K", end="", flush=True)
+    """Run a command, show how far it is, and return its exit status, below zero for the signal that ended it."""
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="peft-sel-setup-", ignore_cleanup_errors=True)
+        scratch = Path(stack.enter_context(folder))
+        # Files, not pipes: nothing waits for who reads them, nor for a process that the command has left behind.
+        output, errors = (stack.enter_context((scratch / name).open("w+b")) for name in ("output", "errors"))
+        shown = stack.enter_context((scratch / "output").open(errors="backslashreplace"))
+        environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
+        progress = Progress(Path(command[0]).parent.parent / "lib" / "python" / "site-packages", scratch)
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: process.terminate()))
+        try:
+            watch(process, shown, progress)
+        except KeyboardInterrupt:  # the command has it too, and puts its house in order
+            process.wait()
+            raise
+        said = (scratch / "errors").read_text(errors="backslashreplace")
         if process.returncode != 0:
-            errors.seek(0)
-            sys.stderr.write(errors.read())
+            lines = (scratch / "output").read_text(errors="backslashreplace").splitlines(keepends=True)
+            sys.stderr.write("".join(lines[-NUM_LAST_LINES:]) + said)
+        elif error := re.search("^ERROR", said, re.MULTILINE):
+            sys.stderr.write(said[error.start() :])
+        if process.returncode < 0:
+            number = -process.returncode
+            sys.stderr.write(f"{command[0]} was ended by signal {number}: {signal.strsignal(number)}\n")
     return process.returncode
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:  # the command has it too
-        sys.exit(130)
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = -signal.SIGINT
+    if status in (-signal.SIGINT, -signal.SIGTERM):  # an exit would tell a shell that this was dealt with
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status if status >= 0 else 128 - status)

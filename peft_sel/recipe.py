@@ -13,7 +13,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
 from huggingface_hub.dataclasses import type_validator
 from peft import PeftConfig
@@ -21,12 +20,14 @@ from transformers import CONFIG_MAPPING, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from peft_sel.config import ScaleConfig, SELConfig
+from peft_sel.cpp import cache_folder
 from peft_sel.data import DataSection
 from peft_sel.errors import ConfigError, RecipeError, list_names
 from peft_sel.numerics import SCALE_NAMES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BASE_FOLDER = "base"  # in output_dir, for the model of random weights that a job starts from
+CACHED, READ_FROM_CACHE = "~/.cache/peft_sel/", {"model.path", "model.tokenizer", "data.files"}
 CALLERS_BUSINESS = {"output_dir"}  # TrainingArguments that a recipe sets elsewhere
 Section = TypeVar("Section")
 
@@ -238,12 +239,8 @@ def _build_model(values: dict[str, Any], output_dir: Path, source: str) -> Model
 
 
 def _job_defaults(output_dir: Path) -> dict[str, Any]:
-    """Return training arguments that a job gives unless the recipe does: each one silences a warning of Trainer's."""
-    return {
-        "output_dir": str(output_dir),
-        "label_names": ["labels"],  # PEFT's forward hides them
-        "dataloader_pin_memory": torch.accelerator.is_available(),
-    }
+    """Return training arguments that a job gives unless the recipe does."""
+    return {"output_dir": str(output_dir), "label_names": ["labels"]}  # PEFT's forward hides them
 
 
 def _build_section(
@@ -291,7 +288,8 @@ def _check_values(values: dict[str, Any], hints: dict[str, Any], prefix: str, so
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)]
         names = [str(member.value) for kind in enums for member in kind]
-        checked[name] = value = _follow_cache(_read_as_meant(value, kinds, names))
+        value = _read_as_meant(value, kinds, names)
+        checked[name] = value = _follow_cache(value) if key in READ_FROM_CACHE else value
         try:
             type_validator(key, value, hint)
         except TypeError as error:
@@ -314,10 +312,11 @@ def _read_as_meant(value: Any, kinds: tuple[Any, ...], names: list[str]) -> Any:
 
 
 def _follow_cache(value: Any) -> Any:
-    """Look for ~/.cache/peft_sel, where the demo leaves its model, in the cache folder that XDG_CACHE_HOME names."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if cache and isinstance(value, str) and value.startswith("~/.cache/peft_sel/"):
-        return str(Path(cache) / value.removeprefix("~/.cache/"))
+    """Look for ~/.cache/peft_sel, where the demo leaves model and text, in the folder that XDG_CACHE_HOME names."""
+    if isinstance(value, list):
+        return [_follow_cache(part) for part in value]
+    if os.environ.get("XDG_CACHE_HOME") and isinstance(value, str) and value.startswith(CACHED):
+        return str(cache_folder() / value.removeprefix(CACHED))
     return value
 
 

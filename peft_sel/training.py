@@ -104,8 +104,6 @@ class SELTrainerMixin(_TrainerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_trainer(self)
-        if not torch.accelerator.is_available():  # there it does nothing, and torch warns of that
-            self.args.dataloader_pin_memory = False
         self.shares_weights = True
         self._open_step: Accumulation | None = None
         self._unfinished: Path | None = None  # where a checkpoint is being written
@@ -119,6 +117,13 @@ class SELTrainerMixin(_TrainerBase):
         super().create_accelerator_and_postprocess()
         if self.args.ddp_find_unused_parameters is None:
             self.accelerator.ddp_handler.find_unused_parameters = False
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a data loader; without an accelerator it pins no memory, as torch would only warn that it cannot."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        if not torch.accelerator.is_available():
+            getattr(loader, "base_dataloader", loader).pin_memory = False  # accelerate's holds the one that is read
+        return loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer that args.optim names, over sel_param_groups.

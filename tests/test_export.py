@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from models import assert_same_bits, convert, logits, make_tiny, train_steps
 from moe import TARGETS, convert_moe, make_moe, perturb
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM
 
-from peft_sel import export_weights, save_adapter
+from peft_sel import export_weights, merge_checkpoint, save_adapter
+from peft_sel.checkpoint import export, merge
 from peft_sel.cli import main
 from peft_sel.errors import BrokenMergeError, CheckpointError, ConfigError, OtherBaseError, OutputExistsError
 
@@ -223,6 +227,22 @@ def test_a_bar_on_terminals(progress: bool, tmp_path: Path, monkeypatch: pytest.
     report = export_weights(tmp_path / "adapter", tmp_path / "out", progress=progress)
     last = sys.stderr.getvalue().split("\r")[-1]
     assert (last.startswith("export: 100%|") and f"| {report.tensors}/{report.tensors} [" in last) is progress
+
+
+@pytest.mark.parametrize(("module", "maker"), [(export, export._Weights), (merge, merge.Plan)])
+def test_a_bar_is_full_when_the_last_tensor_is_made(
+    module: ModuleType, maker: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trained(tmp_path)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(module, "tqdm", partial(tqdm, mininterval=0))
+    compute, shown = maker.compute, []
+    monkeypatch.setattr(maker, "compute", lambda *a: shown.append(sys.stderr.getvalue()) or compute(*a))
+    if module is export:
+        export_weights(tmp_path / "adapter", tmp_path / "out")
+    else:
+        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert "| 1/" in shown[-1] and "100%" not in shown[-1] and "100%" in sys.stderr.getvalue()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,9 +148,17 @@ def test_the_cache_folder_is_where_the_demo_puts_it(cache: str | None, monkeypat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if cache is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    tree = {"model": {"path": "~/.cache/peft_sel/x"}, "data": {"dataset": "y"}}
-    recipe = build_recipe(tree, source="test", default_output_dir="runs/out")
-    assert recipe.model.path == ("/elsewhere/peft_sel/x" if cache else "~/.cache/peft_sel/x")
+    monkeypatch.setattr(DataSection, "find_files", lambda self: [])
+    folder = "/elsewhere/peft_sel" if cache else "~/.cache/peft_sel"
+    paths = ["~/.cache/peft_sel/a.jsonl", "~/.cache/other/b.jsonl"]
+    training = {"run_name": "~/.cache/peft_sel/run"}
+    tree = {"model": {"path": "~/.cache/peft_sel/x"}, "data": {"files": paths}, "training": training}
+    recipe = build_recipe({**tree, "output_dir": "~/.cache/peft_sel/out"}, source="test", default_output_dir="runs/out")
+    assert recipe.model.path == f"{folder}/x" and recipe.data.files == [f"{folder}/a.jsonl", paths[1]]
+    assert recipe.output_dir == Path.home() / ".cache/peft_sel/out"  # what is written goes where the recipe says
+    assert recipe.training.run_name == training["run_name"]
+    one_file = build_recipe({**tree, "data": {"files": paths[0]}}, source="test", default_output_dir="runs/out")
+    assert one_file.data.files == f"{folder}/a.jsonl"
 
 
 def test_an_empty_recipe_section_means_the_defaults(folder: Path) -> None:
@@ -243,8 +251,8 @@ def test_every_default_may_be_written_down(tmp_path: Path) -> None:
     del tree["sel"], tree["training"]
     default = build_recipe(tree, source="test", default_output_dir=tmp_path / "out")
     assert written.sel == default.sel
-    same = dataclasses.replace(written.training, label_names=["labels"]).to_dict()
-    assert {**same, "dataloader_pin_memory": False} == {**default.training.to_dict(), "dataloader_pin_memory": False}
+    same = dataclasses.replace(written.training, label_names=["labels"])
+    assert same.to_dict() == default.training.to_dict()
 
 
 # ---------------------------------------------------------------------------------------------------------- jobs

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import progress
 import pytest
@@ -42,7 +46,73 @@ def test_a_log_gets_few_lines_and_of_a_failure_the_reason(fails: bool, capfd: py
     status = progress.run([sys.executable, "-S", "-c", PIP, "pip", *["fail"] * fails])
     shown = capfd.readouterr()
     assert status == fails and shown.out == ""
-    assert shown.err == ("WARNING: who cares\nERROR: no b\n" if fails else "")
+    said = "Collecting a==1\n  Downloading a-1-py3-none-any.whl.metadata (12 kB)\nCollecting b\n"
+    assert shown.err == (f"{said}WARNING: who cares\nERROR: no b\n" if fails else "")
+
+
+def run_script(code: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start progress.py with a command of Python."""
+    command = [sys.executable, "-S", progress.__file__, sys.executable, "-S", "-c", code, "pip"]
+    return subprocess.Popen(command, **options)
+
+
+def test_of_a_long_output_the_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    assert progress.run([sys.executable, "-S", "-c", "for i in range(99): print(i)\nraise SystemExit(3)"]) == 3
+    assert capfd.readouterr().err.split() == [str(number) for number in range(49, 99)]
+
+
+def test_an_error_of_a_command_that_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; sys.stderr.write('WARNING: no\\nERROR: conflicts.\\na requires b<2, but you have b 2\\n')"
+    assert progress.run([sys.executable, "-S", "-c", code]) == 0
+    assert capfd.readouterr().err == "ERROR: conflicts.\na requires b<2, but you have b 2\n"
+
+
+def test_no_output_stops_a_command() -> None:
+    """Bytes of no encoding, more than a pipe holds, a size that is no number, a process that is left behind."""
+    code = """if True:
+        import subprocess, sys
+        sys.stdout.buffer.write(b"Processing /home/m\\xfc\\n" + 200_000 * b"x\\n")
+        print("Downloading a-1.whl (1.2.3 MB)")
+        sys.stderr.buffer.write(b"m\\xfc\\n")
+        subprocess.Popen(["cat"])
+        sys.exit(7)"""
+    with run_script(code, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:  # stdin is open: cat goes on
+        assert process.wait(60) == 7
+
+
+def test_a_command_that_was_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    with run_script("import os; os.kill(os.getpid(), 9)") as process:
+        assert process.wait(60) == 128 + 9
+    assert "was ended by signal 9: Killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_and_then_progress_by_the_same(number: signal.Signals, tmp_path: Path) -> None:
+    code = f"""if True:
+        import os, pathlib, time
+        folder = pathlib.Path({str(tmp_path)!r})
+        (folder / "new").write_text(str(os.getpid()))
+        (folder / "new").rename(folder / "started")
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            time.sleep(0.3)
+            (folder / "tidy").touch()
+            raise SystemExit(1)"""
+    (tmp_path / "scratch").mkdir()
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    with run_script(code, env=variables, start_new_session=True) as process:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.02)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        assert process.wait(60) == -number
+    assert list((tmp_path / "scratch").iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "started").read_text()), 0)
+    assert (tmp_path / "tidy").exists() is (number == signal.SIGINT)
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(
@@ -58,5 +128,7 @@ def test_a_line_now_and_then_where_there_is_no_terminal(
 
 def test_a_command_that_is_not_pip(capfd: pytest.CaptureFixture[str]) -> None:
     file = str(Path(progress.__file__))
-    done = subprocess.run([sys.executable, file, sys.executable, "-S", "-c", "print('no ensurepip'); exit(1)"])
+    done = subprocess.run(
+        [sys.executable, file, sys.executable, "-S", "-c", "print('no ensurepip'); raise SystemExit(1)"]
+    )
     assert done.returncode == 1 and "no ensurepip" in capfd.readouterr().err

@@ -1,4 +1,9 @@
-"""Every block of code in the documents is run as it stands there; RUN_BY says by which test."""
+"""Every block of code in the documents has a test, which RUN_BY names.
+
+Python, commands of peft-sel and make's targets run as they stand there; the demo is only called, and training is made
+small. Of pip and the linters make's targets call stand-ins. The launches of several processes run in a slow test alone,
+and lists are compared with what they list.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +132,18 @@ def test_make_runs_what_it_says_in_a_fresh_environment(blocks: list[str], tmp_pa
 
 
 @NEEDS_MAKE
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="installs the build for GPUs")
+def test_make_downloads_no_other_torch_after_a_signal(tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    python = environment.bin / "python"
+    python.write_text(f"{STAND_IN}exit 130\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        environment.run("make demo 2>/dev/null")
+    (call,) = environment.calls.read_text().splitlines()
+    assert call.endswith("+cpu")
+
+
+@NEEDS_MAKE
 def test_the_set_up_of_contributors_runs(blocks: list[str], tmp_path: Path) -> None:
     (block,) = blocks
     environment = Environment(tmp_path)
@@ -153,7 +170,6 @@ def test_pre_commit_installs_the_hooks(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- in one process
 
 
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator:UserWarning")
 def test_the_python_blocks_train_merge_and_load(
     blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

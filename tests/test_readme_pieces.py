@@ -1,4 +1,9 @@
-"""Code within README's sentences is run as it stands there; RUN_BY says by which test, the last one checks the rest."""
+"""Code within README's sentences, piece by piece: RUN_BY says which test runs it, the last one checks the rest.
+
+It reads a command's arguments with the program's own parser (of a script, and of make's targets, only whether they are
+there), loads a recipe with an override, and makes a SELConfig of a field. A runner "file::test" checks what the piece
+says; here only that there is such a test.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import inspect
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +40,13 @@ from peft_sel import (
 )
 from peft_sel.cli import make_parser
 from peft_sel.errors import OutputExistsError
+from peft_sel.layer import SELLayer
 from peft_sel.recipe import load_recipe
 
 RUN_BY = {  # the beginning of the piece
     "SELConfig(init_target=": "test_from_scratch_everything_trains",
     "SELConfig(train_raw=False)": "test_the_small_adapter_is_small",
-    "help(SELConfig)": "test_help_tells_every_field",
+    "help(SELConfig)": "test_help_names_every_field",  # of each what it does and its default: test_config.py
     "class SELSFTTrainer(": "test_the_mixin_goes_before_a_trainer_of_trl",
     "peft_config=SELConfig(...)": "test_the_mixin_goes_before_a_trainer_of_trl",
     "python configs/trl_sft.py": "test_the_script_for_chats_runs",
@@ -58,6 +63,7 @@ RUN_BY = {  # the beginning of the piece
     "create_sel_optimizer(model, bitsandbytes": "test_an_optimizer_of_8_bits_takes_the_groups",
     "lr_scale=": "test_a_factor_of_ones_own_is_on_each_rate",
     "data: {streaming: true}": "test_a_recipe_streams",
+    "import peft_sel": "test_model.py::test_loading_without_the_import_names_the_type",
     "KeyError: 'SYMEXPLIN'": "test_model.py::test_loading_without_the_import_names_the_type",
     "torch.nn.MultiheadAttention reads": "test_features.py::test_cell",
     "does not run row by row": "test_features.py::test_cell",
@@ -129,7 +135,7 @@ def test_the_small_adapter_is_small(pieces: list[str]) -> None:
     assert few < many / 4  # at a width of 128, where the rank of 8 is much
 
 
-def test_help_tells_every_field(pieces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_field(pieces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (piece,) = pieces
     eval(piece, {"help": help, "SELConfig": SELConfig})
     said = capsys.readouterr().out
@@ -161,8 +167,10 @@ def test_the_mixin_goes_before_a_trainer_of_trl(pieces: list[str], tmp_path: Pat
     )
     trainer.train()
     assert {group["role"] for group in trainer.optimizer.param_groups} >= {"raw", "exp_scale", "residual"}
-    others = README.read_text(encoding="utf-8").split("and so ")[1].split(".")[0]
-    for name in re.findall(r"[A-Z]\w+", others):
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    others = re.findall(r"[A-Z]\w+", text.split(f"`{keyword}`, and so ")[1].split(".")[0])
+    assert len(others) == 5
+    for name in others:  # that each trains is in test_trl.py
         other = type(f"SEL{name}Trainer", (peft_sel.SELTrainerMixin, getattr(trl, f"{name}Trainer")), {})
         assert issubclass(other, Trainer)
 
@@ -210,6 +218,19 @@ def test_a_stock_trainer_takes_optimizer_scheduler_and_callback(pieces: list[str
 # --------------------------------------------------------------------------------------------------- calls
 
 
+def count_folds(model: PeftModel) -> int:
+    """Return how often two passes, backward too if there are gradients, compute the weight of each layer."""
+    folds, compute = [], SELLayer._fold_inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SELLayer, "_fold_inputs", lambda layer, *a: folds.append(layer) or compute(layer, *a))
+        for _ in range(2):
+            loss = model(TOKENS, labels=TOKENS).loss
+            if loss.requires_grad:
+                loss.backward()
+    assert set(folds) == set(sel_layers(model))
+    return len(folds) // len(set(folds))
+
+
 def test_calls_of_a_model(pieces: list[str]) -> None:
     model = convert(make_tiny())
     model.train()
@@ -218,10 +239,15 @@ def test_calls_of_a_model(pieces: list[str]) -> None:
     for piece in [piece for piece in calls if piece.startswith("model.")]:
         calls[piece] = eval(piece, names)
     assert not model.training
-    with calls["model.base_model.accumulate_gradients()"]:
-        pass
     assert eval("train()", names) is model and model.training
+    with calls["model.base_model.accumulate_gradients()"]:
+        assert count_folds(model) == 1
+    assert count_folds(model) == 2
     model.eval()
+    with torch.no_grad():
+        assert count_folds(model) == 2  # as keep_effective_weights(False) says
+        model.base_model.keep_effective_weights()
+        assert count_folds(model) == 1
     rows = {"adapter_names": ["default", "__base__"]}
     (keyword,) = set(pieces) - {"train()"} - {piece for piece in pieces if piece.startswith("model.")}
     with torch.no_grad():
@@ -317,9 +343,6 @@ def test_the_rest_is_right(piece: str, tmp_path: Path, capsys: pytest.CaptureFix
         write_documents(tmp_path / "text.jsonl")
         if "section.key" not in piece:
             load_recipe(write_recipe(tmp_path), override)
-    elif piece.startswith("import "):
-        exec(piece, {})
-        assert piece.split()[1] in sys.modules
     elif re.match(r"\w+=", piece):
         name, _, value = piece.partition("=")  # a field of SELConfig; what else takes a keyword gets a test above
         options = {"mode": "exp_only"} if name == "family" else {}  # README names damped with it

@@ -24,7 +24,6 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
@@ -288,7 +287,15 @@ def test_model_init_makes_a_new_model_for_each_training(tmp_path: Path) -> None:
 
 
 def test_no_warning_of_pinned_memory_where_nothing_can_be_pinned(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), report_to="none")
-    trainer = SELTrainer(make_model(), arguments, train_dataset=make_data())
-    next(iter(trainer.get_train_dataloader()))
-    assert trainer.args.dataloader_pin_memory == torch.accelerator.is_available()
+    """Nor is that written into the user's arguments, which other trainers may share."""
+    pinned = {"dataloader_pin_memory": True, "use_cpu": False}  # Trainer itself pins nothing with use_cpu
+    arguments = make_arguments(
+        tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="epoch", **pinned
+    )
+    before = arguments.to_dict()
+    SELTrainer(make_model(), arguments, train_dataset=make_data(), eval_dataset=make_data(4)).train()
+    trainer = SELTrainer(make_model(), arguments, train_dataset=make_data(), eval_dataset=make_data(4))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))  # batches are skipped by a loader of its own
+    assert trainer.args is arguments and arguments.to_dict() == before
+    stored = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert stored.dataloader_pin_memory is True

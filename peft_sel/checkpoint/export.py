@@ -186,8 +186,9 @@ def export_weights(
         bar = tqdm(total=len(entries), desc="export", unit=" tensors", disable=None if progress else True)
 
         def compute(entry: TensorEntry) -> Tensor:
+            weight = weights.compute(entry)
             bar.update()
-            return weights.compute(entry)
+            return weight
 
         with bar, staged_folder(out_dir) as unfinished:
             for file in files:

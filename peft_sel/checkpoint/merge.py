@@ -102,8 +102,9 @@ def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: boo
     with tqdm(total=len(entries), desc="merge", unit=" tensors", disable=None if progress else True) as bar:
 
         def compute(entry: TensorEntry) -> Tensor:
+            weight = plan.compute(entry)
             bar.update()
-            return plan.compute(entry)
+            return weight
 
         for file in dict.fromkeys(entry.file for entry in entries):
             members = [entry for entry in entries if entry.file == file]

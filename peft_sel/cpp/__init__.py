@@ -55,10 +55,15 @@ def _load() -> ctypes.CDLL:
         return ctypes.CDLL(str(_build(Path(scratch))))
 
 
+def cache_folder() -> Path:
+    """Return the user's cache folder for this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel"
+
+
 def _find_cache_folder() -> Path | None:
-    """Return the user's cache folder for this package; None without one that this user alone can write to."""
+    """Return the folder for libraries in the cache folder; None without one that this user alone can write to."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel" / "native"
+        folder = cache_folder() / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # read-only, or a user without a home
         return None

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
 import secrets
 import shutil
 import sys
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
+from peft_sel.cpp import cache_folder
 from peft_sel.data import read_pydoc_topics
 from peft_sel.errors import CheckpointError
 
@@ -43,11 +43,6 @@ PROMPT = "The lion is the king of"
 LOGIT_TOLERANCE = (
     1e-5  # relative, 84 float32 eps: a layer with a bias of zero may sum in another order than one without
 )
-
-
-def cache_folder() -> Path:
-    """Return the user's cache folder for this package."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peft_sel"
 
 
 def prepare_checkpoint(cache_dir: Path | None = None) -> Path:
