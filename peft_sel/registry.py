@@ -1,9 +1,9 @@
-"""Makes SEL known to PEFT: the only file that touches PEFT's tables and functions, and a property that PEFT reads."""
+"""Makes SEL known to PEFT: the only file that touches PEFT's tables and functions."""
 
 from __future__ import annotations
 
 import inspect
-import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -14,13 +14,11 @@ import peft.utils
 from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from peft_sel.card import update_card
 from peft_sel.config import SELConfig
 from peft_sel.loading import await_tensors
 from peft_sel.model import SELModel
-from peft_sel.removal import iter_sel_layers
 from peft_sel.sharded import GatheredAdapters, gather_adapters, is_sharded_model, write_from_first
 
 # Not "SEL": transformers looks for the lower-case type in parameter names, and "sel" is a part of "self_attn".
@@ -28,8 +26,7 @@ PEFT_TYPE_NAME = "SYMEXPLIN"
 GATHERER_MARK = "gathers_sel_adapters"  # an attribute of the function that does
 CARD_MARK = "keeps_what_users_wrote"  # an attribute of the function that does
 READER_MARK = "reads_sel_adapters"  # an attribute of the function that reads them
-QUIET_MARK = "tells_peft_quietly"  # an attribute of the function that does
-NEW_FLAG = "is_activation_checkpointing"  # what transformers now calls is_gradient_checkpointing
+QUIET_MARK = "wraps_sel_models_quietly"  # an attribute of the function that does
 
 
 def add_peft_type(name: str) -> None:
@@ -59,23 +56,22 @@ def register() -> None:
 def quieten_wrapping() -> None:
     """Let PEFT wrap a SEL model without a warning that its user could do nothing about; a second call does nothing.
 
-    PEFT asks each model for `is_gradient_checkpointing`, which transformers has renamed and warns of. Where PEFT asks a
-    SEL model, the property answers by its new name, and anyone else gets the warning. The filters of warnings stay
-    alone: those are the whole process's, of every thread.
+    PEFT asks each model for `is_gradient_checkpointing`, which transformers has renamed and warns of.
     """
-    stock: Any = PreTrainedModel.is_gradient_checkpointing
-    if not hasattr(PreTrainedModel, NEW_FLAG) or hasattr(stock.fget, QUIET_MARK):
+    stock = PeftModel.__init__
+    if hasattr(stock, QUIET_MARK):
         return
 
-    @wraps(stock.fget)
-    def is_gradient_checkpointing(self: PreTrainedModel) -> bool:
-        asks_peft = sys._getframe(1).f_globals.get("__name__") == peft.peft_model.__name__
-        quiet = asks_peft and next(iter_sel_layers(self), None) is not None
-        flag: bool = getattr(self, NEW_FLAG) if quiet else stock.fget(self)
-        return flag
+    @wraps(stock)
+    def wrap_model(self: PeftModel, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(peft_config, SELConfig):  # a scope for its filters would let others' warnings be repeated
+            return stock(self, model, peft_config, *args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return stock(self, model, peft_config, *args, **kwargs)
 
-    setattr(is_gradient_checkpointing, QUIET_MARK, True)
-    setattr(PreTrainedModel, stock.fget.__name__, property(is_gradient_checkpointing))
+    setattr(wrap_model, QUIET_MARK, True)
+    setattr(PeftModel, "__init__", wrap_model)  # noqa: B010
 
 
 def extend_loading(read: Callable[..., dict[str, Tensor] | None]) -> None:
