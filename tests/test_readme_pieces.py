@@ -61,6 +61,7 @@ RUN_BY = {  # the beginning of the piece
     "overwrite=True": "test_an_adapter_is_saved_and_exchanged",
     "check_base=False": "test_another_base_is_taken_on_demand",
     "create_sel_optimizer(model, bitsandbytes": "test_an_optimizer_of_8_bits_takes_the_groups",
+    "ScaleConfig(lr_mult=1.0)": "test_scales_take_a_multiplier",
     "lr_scale=": "test_a_factor_of_ones_own_is_on_each_rate",
     "data: {streaming: true}": "test_a_recipe_streams",
     "import peft_sel": "test_model.py::test_loading_without_the_import_names_the_type",
@@ -302,6 +303,14 @@ def test_a_factor_of_ones_own_is_on_each_rate(pieces: list[str]) -> None:
     names = {"groups": sel_param_groups, "model": model, "double": lambda name, parameter: 2.0}
     plain, doubled = (eval(f"groups(model, 0.5{end})", names) for end in ("", f", {keyword}double"))
     assert [group["lr"] for group in doubled] == [2 * group["lr"] for group in plain]
+
+
+def test_scales_take_a_multiplier(pieces: list[str]) -> None:
+    (piece,) = pieces
+    scales = {name: eval(piece, vars(peft_sel)) for name in ("exp_scale", "linear_scale", "inner_multiplier")}
+    model = convert(make_tiny("qwen3"), init_target="xavier_uniform", mode="congruent", **scales)
+    rates = {group["role"]: (group["lr"], group["lr_mult_end"]) for group in sel_param_groups(model, LR)}
+    assert [rates[name] for name in scales] == [(LR, 1.0)] * 3
 
 
 def test_a_recipe_streams(pieces: list[str], tmp_path: Path) -> None:
