@@ -34,7 +34,7 @@ def test_every_function_and_test_in_the_tables_exists() -> None:
 
 
 def test_shape() -> None:
-    assert len(README.splitlines()) < 380
+    assert len(README.splitlines()) < 400
     files = README.rstrip().rpartition("## Files")[2]
     assert "\n## " not in files  # the file tree comes last
 

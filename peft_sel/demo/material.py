@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from peft_sel.cpp import cache_folder
 from peft_sel.data import read_pydoc_topics
@@ -114,9 +121,11 @@ def load_gguf(file: Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     with quiet:
         _announce("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _announce("reading the configuration")
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         _announce("reading the weights")
         model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+            file.parent, gguf_file=file.name, config=config, dtype=torch.float32, attn_implementation="eager"
         )
     return model, tokenizer
 
