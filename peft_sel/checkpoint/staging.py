@@ -37,6 +37,7 @@ CHECKPOINT_FILES = re.compile(
 )
 LOCK_TRIES = 20
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which only a write can meet
+NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP}  # such as shared folders of virtual machines
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
@@ -112,6 +113,9 @@ def _sync(path: str | Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in NO_FOLDER_SYNC or not os.path.isdir(path):
+                raise
         finally:
             os.close(descriptor)
 
