@@ -68,7 +68,11 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     for path in sorted(out_dir.iterdir()):
         if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
             foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
-        elif path.is_symlink() or not path.is_file() or not (path.name in copied or _is_known(path.name)):
+        elif (
+            path.is_symlink()
+            or not path.is_file()
+            or not (path.name in copied or CHECKPOINT_FILES.fullmatch(path.name.lower()))
+        ):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
@@ -79,11 +83,6 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
 def is_copied(name: str) -> bool:
     """Return whether a file of a base goes into what it is merged to."""
     return not NOT_COPIED.fullmatch(name.lower())
-
-
-def _is_known(name: str) -> bool:
-    """Return whether a file may be in a checkpoint, by its name."""
-    return bool(CHECKPOINT_FILES.fullmatch(name.lower()))
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
@@ -126,6 +125,14 @@ def _sync_tree(folder: Path) -> None:
         for file in files:
             _sync(os.path.join(parent, file))
         _sync(parent)
+
+
+def _remove_tree(folder: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder, also one whose permissions forbid it: what was exchanged for a read-only output's successor."""
+    with suppress(OSError):  # rmtree raises it anew
+        for parent, _, _ in os.walk(folder):
+            os.chmod(parent, 0o700)
+    shutil.rmtree(folder, ignore_errors)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -208,10 +215,8 @@ class _Output:
 
     def clear(self) -> None:
         """Put back or remove what dead processes left, and say so; without locks, leave it and say that."""
-        unfinished, aside = (
-            {path.name[-8:]: path for path in self.path.parent.iterdir() if self._is_left(path, kind)}
-            for kind in ("unfinished", "replaced")
-        )
+        unfinished = {path.name[-8:]: path for path in self._list_left("unfinished")}
+        aside = {path.name[-8:]: path for path in self._list_left("replaced")}
         left = [*unfinished.values(), *aside.values()]
         if not left:
             return
@@ -236,14 +241,23 @@ class _Output:
                 unfinished[token] = self._hidden("unfinished", token)
                 os.rename(path, unfinished[token])
         for path in unfinished.values():
-            shutil.rmtree(path)
+            _remove_tree(path)
         if unfinished:
             removed = list_names(path.name for path in unfinished.values())
             warnings.warn(f"{self.path}: removed {removed}, left by a killed run; starting anew", stacklevel=2)
 
-    def _is_left(self, path: Path, kind: str) -> bool:
-        name = rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}"
-        return bool(re.fullmatch(name, path.name)) and path.is_dir() and not path.is_symlink()
+    def _list_left(self, kind: str) -> list[Path]:
+        name = re.compile(rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}")
+        paths = self.path.parent.iterdir()
+        return [path for path in paths if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+    def make_error(self, out_dir: Path, error: OSError) -> CheckpointError:
+        """Return the error for an output that could not be written."""
+        left: list[Path] = []
+        with suppress(OSError):  # of a parent that is not there
+            left = self._list_left("unfinished") if self.has_locks else [self.staging] * self.staging.is_dir()
+        fate = f"remove {list_names(left)}," if left else "nothing was left behind; free space"
+        return CheckpointError(out_dir, f"could not be written ({error})", f"{fate} or name another folder")
 
     def keep_modes(self) -> None:
         """Give the staged folder, and the files in it that replace others, the permissions of what they replace."""
@@ -293,7 +307,7 @@ class _Output:
                 return
         if self.staging.is_symlink():  # which had the output's name for a moment
             self.staging.unlink()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        _remove_tree(self.staging, ignore_errors=True)
 
 
 def require_folder(out_dir: Path) -> None:
@@ -381,7 +395,5 @@ def staged_folder(
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and (not is_filling or _is_of_output(error, output.staging)):
-            raise CheckpointError(
-                out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
-            ) from error
+            raise output.make_error(out_dir, error) from error
         raise
