@@ -207,6 +207,20 @@ def test_other_dtype(tmp_path: Path, source: torch.dtype, target: torch.dtype) -
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == target
 
 
+def test_other_dtype_in_every_part_of_the_configuration(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(made[0], tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    field = config.pop("dtype")
+    nested = {"thinker_config": {"dtype": field, "text_config": {"torch_dtype": field}, "vision_config": {"depth": 2}}}
+    for number, top in enumerate(({}, {"torch_dtype": field})):
+        (base / "config.json").write_text(json.dumps({**config, **nested, **top}))
+        merge_checkpoint(base, made[1], tmp_path / f"out{number}", dtype=torch.float64)
+        written = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert written["torch_dtype" if top else "dtype"] == "float64" and ("dtype" in written) == (not top)
+        text = {"torch_dtype": "float64"}
+        assert written["thinker_config"] == {"dtype": "float64", "text_config": text, "vision_config": {"depth": 2}}
+
+
 def test_other_shard_size(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     adapted = make_adapter(base, tmp_path / "adapter")

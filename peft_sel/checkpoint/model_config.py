@@ -22,6 +22,14 @@ INNER_MAPPINGS = (
 )
 
 
+def list_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration and those nested in it, at any depth."""
+    yield config
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from list_parts(part)
+
+
 def find_model_class(config: dict[str, Any]) -> type[PreTrainedModel] | None:
     """Return the transformers class that a checkpoint was saved from, None if it is not one of transformers' own.
 
@@ -60,7 +68,7 @@ def ties_embeddings(config: dict[str, Any], path: Path) -> bool:
     """
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        return any(bool(part.get("tie_word_embeddings")) for part in _walk(config))
+        return any(bool(part.get("tie_word_embeddings")) for part in list_parts(config))
     try:
         return bool(getattr(CONFIG_MAPPING[model_type].from_dict(_select_tying(config)), "tie_word_embeddings", False))
     except Exception as error:  # its checks raise many things
@@ -90,7 +98,7 @@ def find_inner_pairs(config: dict[str, Any], path: Path, keys: Iterable[str]) ->
     """
     names = list(keys)
     pairs = set()
-    for part in _walk(config):
+    for part in list_parts(config):
         mappings = INNER_MAPPINGS[:1] if part is config else INNER_MAPPINGS
         classes = [mapping.get(str(part.get("model_type"))) for mapping in mappings]
         inner = {pair for name in classes if isinstance(name, str) for pair in list_tied_pairs(_find_class(name))}
@@ -99,14 +107,6 @@ def find_inner_pairs(config: dict[str, Any], path: Path, keys: Iterable[str]) ->
                 prefixes = {key.removesuffix(member) for member in pair for key in names if key.endswith(f".{member}")}
                 pairs |= {(prefix + pair[0], prefix + pair[1]) for prefix in prefixes}
     return pairs
-
-
-def _walk(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration and those nested in it."""
-    yield config
-    for part in config.values():
-        if isinstance(part, dict):
-            yield from _walk(part)
 
 
 def _select_tying(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,13 @@ from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weig
 from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
-from peft_sel.checkpoint.model_config import find_inner_pairs, find_model_class, list_tied_pairs, ties_embeddings
+from peft_sel.checkpoint.model_config import (
+    find_inner_pairs,
+    find_model_class,
+    list_parts,
+    list_tied_pairs,
+    ties_embeddings,
+)
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
 from peft_sel.conversion import FLOAT_DTYPES, add_differences, rebuild_weight, wide_dtype
 from peft_sel.errors import BrokenMergeError, CheckpointError, NonFiniteWeightError, OtherBaseError, list_names
@@ -250,8 +256,12 @@ class Plan:
         for part in (self.config, *nested):
             if self.tied_changed and (part is self.config or "tie_word_embeddings" in part):
                 part["tie_word_embeddings"] = False
-            for field in {"dtype", "torch_dtype"} & part.keys() if self.dtype else ():
-                part[field] = str(self.dtype).removeprefix("torch.")
+        if self.dtype:
+            fields = {"dtype", "torch_dtype"}
+            if fields.isdisjoint(self.config):
+                self.config["dtype"] = None
+            for part in list_parts(self.config):
+                part.update(dict.fromkeys(fields & part.keys(), str(self.dtype).removeprefix("torch.")))
 
     def outputs(self) -> list[TensorEntry]:
         """Return the tensors of the output, in the files of the base."""
