@@ -20,13 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from peft_sel.checkpoint.side_files import TEMPLATES_FOLDER, list_copied_folders, list_copies
 from peft_sel.errors import CheckpointError, OutputExistsError, list_names
 
-# Weights in any format, and what would make transformers load an adapter on top of the merged model.
-NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|\..*\.lock|adapter_config\.json|config\.json"
-)
-COPIED_FOLDERS = ("additional_chat_templates",)
 # What save_pretrained of models, tokenizers and processors, and merge_checkpoint, write or copy.
 CHECKPOINT_FILES = re.compile(
     r"(?!adapter_).*\.safetensors(\.index\.json)?|((generation|tokenizer|(video_)?(pre)?processor)_)?config\.json"
@@ -35,6 +31,7 @@ CHECKPOINT_FILES = re.compile(
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
     r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
+TEMPLATES = re.compile(rf"{TEMPLATES_FOLDER}/.*\.jinja")
 LOCK_TRIES = 20
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which only a write can meet
 NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP}  # such as shared folders of virtual machines
@@ -63,26 +60,25 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
         if any(parent.exists() and parent.samefile(out_dir) for parent in (used, *used.parents)):
             raise CheckpointError(out_dir, f"is or holds {used}, which is in use", "name another output folder")
-    copied = {name for folder in inputs[:1] if folder.is_dir() for name in os.listdir(folder) if is_copied(name)}
+    bases = [folder for folder in inputs[:1] if folder.is_dir()]
+    copies = {name for folder in bases for name in list_copies(folder)}
+    folders = {TEMPLATES_FOLDER, *(name for folder in bases for name in list_copied_folders(folder))}
+
+    def is_known(path: Path) -> bool:
+        name = path.relative_to(out_dir).as_posix()
+        pattern = TEMPLATES if "/" in name else CHECKPOINT_FILES
+        return not path.is_symlink() and path.is_file() and (name in copies or bool(pattern.fullmatch(name.lower())))
+
     foreign, has_weights = [], False
     for path in sorted(out_dir.iterdir()):
-        if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
-            foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
-        elif (
-            path.is_symlink()
-            or not path.is_file()
-            or not (path.name in copied or CHECKPOINT_FILES.fullmatch(path.name.lower()))
-        ):
+        if path.name in folders and path.is_dir() and not path.is_symlink():
+            foreign += [child for child in path.iterdir() if not is_known(child)]
+        elif not is_known(path):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
         names = list_names(path.relative_to(out_dir) for path in foreign)
         raise _not_replaceable(out_dir, f"not a checkpoint alone (it holds {names or 'no .safetensors file'})")
-
-
-def is_copied(name: str) -> bool:
-    """Return whether a file of a base goes into what it is merged to."""
-    return not NOT_COPIED.fullmatch(name.lower())
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
