@@ -51,9 +51,10 @@ an ordinary checkpoint that loads without this package.
 All is written to a hidden folder beside OUT, which gets the name OUT when every byte is on the disk; Ctrl-C and errors
 leave nothing. SIGKILL and SIGTERM leave the hidden folder: run the command again, and it says that it removes that, and
 starts anew. --overwrite replaces a checkpoint in OUT at the moment when the new one is complete, so the disk needs room
-for both, and never a folder with anything else in it. Where the file system has no locks (some network ones), leftovers
-are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT under a
-hidden name, and the next merge puts it back.
+for both, and never a folder with anything else in it; what counts as part of a checkpoint goes with it, also a README,
+LICENSE, generation_config.json or chat template of your own. Where the file system has no locks (some network ones),
+leftovers are named and not removed; where it cannot exchange two folders, a kill during the exchange leaves the old OUT
+under a hidden name, and the next merge puts it back.
 
 Several adapters, each trained on this BASE, add up: each weight gets the sum of what they change. An adapter that was
 trained on top of a merged other one needs two merges: the first adapter into BASE, the second into the result.

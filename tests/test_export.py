@@ -93,6 +93,20 @@ def test_dtypes_round_once(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same_bits(exported, {key: state[key].to(dtype) for key in exported})
 
 
+def test_counters_and_masks_keep_their_dtype(tmp_path: Path) -> None:
+    make_trained(tmp_path, modules_to_save=["norm"])
+    kept = {"count": torch.tensor(1001), "mask": torch.tensor([True, False]), "mean": torch.tensor([1.0])}
+    prefix = "base_model.model.model.norm.modules_to_save."
+    tensors = load_file(tmp_path / "adapter" / FILE) | {f"{prefix}{name}": value for name, value in kept.items()}
+    save_file(tensors, tmp_path / "adapter" / FILE, {"format": "pt"})
+    export_weights(tmp_path / "adapter", tmp_path / "out")
+    exported = load_tensors(tmp_path / "out")
+    expected = {**kept, "mean": kept["mean"].bfloat16()}
+    for name, tensor in expected.items():
+        found = exported[f"model.norm.{name}"]
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+
+
 def test_stacked_experts_have_the_names_of_the_model(tmp_path: Path) -> None:
     model = convert_moe(make_moe(dtype=torch.bfloat16), target_parameters=TARGETS, init_weights=False)
     save_adapter(model, tmp_path / "adapter")

@@ -192,6 +192,47 @@ def test_side_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> None
     assert (tmp_path / "out" / "LICENSE").read_text() == "LICENSE"
 
 
+def test_modules_around_the_model_are_copied(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base, secret = Path(shutil.copytree(made[0], tmp_path / "base")), tmp_path / "secret"
+    files = {"1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "dense", "2_Dense/pytorch_model.bin": "bin"}
+    for folder in (base / "1_Pooling", base / "2_Dense", base / "3_Normalize", base / "unnamed", base / ".git", secret):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    for name, text in files.items():
+        (base / name).write_text(text)
+    (base / "3_Normalize" / "config.json").unlink()
+    (base / "linked").symlink_to(secret)
+    paths = [
+        "",
+        "1_Pooling",
+        "2_Dense",
+        "3_Normalize",
+        "missing",
+        "linked",
+        ".git",
+        ".",
+        "..",
+        "../secret",
+        str(secret),
+        7,
+    ]
+    modules = json.dumps([*({"idx": number, "path": path} for number, path in enumerate(paths)), {}, "unnamed", None])
+    (base / "modules.json").write_text(modules)
+    for _ in range(2):
+        merge_checkpoint(base, made[1], tmp_path / "out", overwrite=True)
+        found = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+        assert found == {"1_Pooling", "2_Dense", "3_Normalize"}
+        assert all((tmp_path / "out" / name).read_text() == text for name, text in files.items())
+        assert (tmp_path / "out" / "modules.json").read_text() == modules
+    (tmp_path / "out" / "2_Dense" / "notes.safetensors").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"it holds 2_Dense/notes\.safetensors"):
+        merge_checkpoint(base, made[1], tmp_path / "out", overwrite=True)
+    for number, text in enumerate(('{"path": "1_Pooling"}', "[", '[{"path": "1_Pooling"}], "a": 1', "7")):
+        (base / "modules.json").write_text(text)
+        merge_checkpoint(base, made[1], tmp_path / str(number))
+        assert not [path for path in (tmp_path / str(number)).iterdir() if path.is_dir()]
+
+
 @pytest.mark.parametrize(("source", "target"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_other_dtype(tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
     base = save_base(tmp_path / "base", source)
@@ -205,6 +246,20 @@ def test_other_dtype(tmp_path: Path, source: torch.dtype, target: torch.dtype) -
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in load_all(tmp_path / "out").values())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == target
+
+
+def test_other_dtype_in_every_part_of_the_configuration(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(made[0], tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    field = config.pop("dtype")
+    nested = {"thinker_config": {"dtype": field, "text_config": {"torch_dtype": field}, "vision_config": {"depth": 2}}}
+    for number, top in enumerate(({}, {"torch_dtype": field})):
+        (base / "config.json").write_text(json.dumps({**config, **nested, **top}))
+        merge_checkpoint(base, made[1], tmp_path / f"out{number}", dtype=torch.float64)
+        written = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert written["torch_dtype" if top else "dtype"] == "float64" and ("dtype" in written) == (not top)
+        text = {"torch_dtype": "float64"}
+        assert written["thinker_config"] == {"dtype": "float64", "text_config": text, "vision_config": {"depth": 2}}
 
 
 def test_other_shard_size(tmp_path: Path) -> None:

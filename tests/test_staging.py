@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 import warnings
 from collections.abc import Callable
@@ -98,6 +99,68 @@ def test_an_overwrite_keeps_permissions(tmp_path: Path) -> None:
     make(tmp_path / "new")
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.fixture
+def obeyed_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbid removals from folders that are not writable, as the system does, but for root."""
+    for function in (os.unlink, os.rmdir):
+
+        def remove(path: Any, *, dir_fd: int | None = None, real: Any = function) -> None:
+            folder = os.stat(os.path.dirname(path) if dir_fd is None else dir_fd)
+            if not folder.st_mode & 0o200:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            real(path, dir_fd=dir_fd)
+
+        monkeypatch.setattr(os, function.__name__, remove)
+
+
+@pytest.mark.usefixtures("obeyed_modes", "renaming")
+def test_a_read_only_output_is_overwritten_again_and_again(tmp_path: Path) -> None:
+    templates = "additional_chat_templates"
+    left = fill(tmp_path / ".out.unfinished-01234567", {**OLD, "deep/er/file": ""})
+    for folder in (left, left / "deep", left / "deep" / "er"):
+        folder.chmod(0o555)
+    with pytest.warns(UserWarning, match="left by a killed run"):
+        make(tmp_path / "out", {**OLD, f"{templates}/a.jinja": "old"})
+    for name in (templates, ""):
+        (tmp_path / "out" / name).chmod(0o555)
+    for text in "ab":
+        files = {**NEW, f"{templates}/a.jinja": text}
+        make(tmp_path / "out", files, overwrite=True)
+        assert read_all(tmp_path / "out") == files and names(tmp_path) == ["out"]
+        assert (tmp_path / "out" / templates).stat().st_mode & 0o777 == 0o555
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, out = fill(tmp_path / ".out.unfinished-01234567", OLD), fill(tmp_path / "out", OLD)
+    monkeypatch.setattr("shutil.rmtree", lambda *args: throw(PermissionError(errno.EPERM, "Operation not permitted")))
+    with pytest.raises(CheckpointError, match=rf"not permitted\); remove {left}, or name another folder$"):
+        make(out, overwrite=True)
+    assert read_all(out) == OLD and read_all(left) == OLD
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EIO])
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_system_that_cannot_sync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str
+) -> None:
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (kind == "folder"):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if kind == "folder" and code != errno.EIO:
+        make(tmp_path / "deep" / "out")
+        make(tmp_path / "deep" / "out", OLD, overwrite=True)
+        assert read_all(tmp_path) == {f"deep/out/{name}": text for name, text in OLD.items()}
+    else:
+        with pytest.raises(CheckpointError, match="nothing was left behind"):
+            make(tmp_path / "deep" / "out")
+        assert not names(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2")

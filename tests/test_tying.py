@@ -102,3 +102,77 @@ def test_a_merge_elsewhere_keeps_the_tie(tmp_path: Path):
     merged = model.merge_and_unload()
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     assert merged.config.tie_word_embeddings is True
+
+
+def make_embedding_adapter(model: nn.Module, folder: Path, module: str) -> None:
+    model = get_peft_model(model, SELConfig(target_modules=["q_proj"], modules_to_save=[module]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    model.save_pretrained(folder)
+
+
+UNKNOWN = {
+    "another class": {"architectures": ["MyQwen2ForCausalLM"]},
+    "another type": {"architectures": ["MyForCausalLM"], "model_type": "my_type"},
+    "nested": {"architectures": None, "model_type": "my_type", "tie_word_embeddings": None, "text_config": {}},
+}
+
+
+@pytest.mark.parametrize("which", UNKNOWN)
+def test_a_tie_of_an_unknown_class_is_not_broken(which, tmp_path: Path):
+    save_base("qwen2", tmp_path / "base")
+    make_embedding_adapter(load("qwen2", tmp_path / "base"), tmp_path / "adapter", "embed_tokens")
+    path = tmp_path / "base" / "config.json"
+    changes = {**UNKNOWN[which], **({"text_config": {"tie_word_embeddings": True}} if which == "nested" else {})}
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    with pytest.raises(SELError, match=r"cannot be untied from files; .*merge_and_unload"):
+        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    config |= {"tie_word_embeddings": False, "text_config": {}}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)
+
+
+def test_an_embedding_without_a_head_has_no_tie(tmp_path: Path):
+    save_base("qwen2", tmp_path / "both")
+    load("qwen2", tmp_path / "both").model.save_pretrained(tmp_path / "base")
+    load_bare = transformers.AutoModel.from_pretrained
+    make_embedding_adapter(load_bare(tmp_path / "base"), tmp_path / "adapter", "embed_tokens")
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)
+    before = load_bare(tmp_path / "base").embed_tokens.weight
+    assert torch.equal(load_bare(tmp_path / "out").embed_tokens.weight, before * 1.5)
+
+
+BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32}
+BART |= {f"{side}_{what}": 4 for side in ("encoder", "decoder") for what in ("ffn_dim", "attention_heads")}
+OPT_SIZES = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+OPT_SIZES |= {
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 32,
+    "model_type": "opt",
+    "tie_word_embeddings": True,
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+BLIP2 = {"text_config": OPT_SIZES, "vision_config": {**SMALL, "image_size": 16, "patch_size": 8}}
+BLIP2 |= {"qformer_config": {**SMALL, "vocab_size": 64, "encoder_hidden_size": 32}, "num_query_tokens": 2}
+INNER = {
+    "head": ("BartForConditionalGeneration", BART, "lm_head"),
+    "shared": ("BartForSequenceClassification", BART, "model.shared"),
+    "nested": ("Blip2ForConditionalGeneration", BLIP2, "language_model.model.decoder.embed_tokens"),
+}
+
+
+@pytest.mark.parametrize("which", INNER)
+def test_ties_of_inner_models_are_not_broken(which, tmp_path: Path):
+    name, options, module = INNER[which]
+    model_class = getattr(transformers, name)
+    model_class(model_class.config_class(**options)).save_pretrained(tmp_path / "base")
+    base = model_class.from_pretrained(tmp_path / "base")
+    ends = {end for pair in base.get_expanded_tied_weights_keys(all_submodels=True).items() for end in pair}
+    assert f"{module}.weight" in ends
+    make_embedding_adapter(base, tmp_path / "adapter", module)
+    with pytest.raises(SELError, match=r"cannot be untied from files; .*merge_and_unload"):
+        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)

@@ -64,7 +64,10 @@ class _Weights:
             if ".token_adapter." in key:
                 problem = f"trains single rows of a weight ({key}), and the others are in the base"
                 raise CheckpointError(adapter.folder, problem, "merge it instead")
-            self.entries.append(TensorEntry(key, adapter.reader.entries[saved].shape, dtype, ""))
+            found = adapter.reader.entries[saved]
+            self.entries.append(
+                TensorEntry(key, found.shape, dtype if found.dtype in FLOAT_DTYPES else found.dtype, "")
+            )
 
     def _find_in(self, base: CheckpointReader) -> dict[str, str]:
         """Find the weights that are to be read from a base, where it has them, by the names that a merge knows."""
@@ -106,8 +109,8 @@ class _Weights:
 
     def compute(self, entry: TensorEntry) -> Tensor:
         """Return the value of an output tensor."""
-        result = self._compute(entry.name, self.dtype)
-        if not bool(torch.isfinite(result).all()):
+        result = self._compute(entry.name, entry.dtype)
+        if entry.dtype in FLOAT_DTYPES and not bool(torch.isfinite(result).all()):
             if bool(torch.isfinite(self._compute(entry.name, torch.float32)).all()):
                 problem = f"{entry.name} has values beyond the range of {self.dtype}"
                 raise CheckpointError(self.adapter.folder, problem, "choose a wider dtype")
@@ -154,7 +157,7 @@ def export_weights(
     Args:
         adapter_dir: Folder of the adapter.
         out_dir: Folder to create.
-        dtype: Dtype of the result: bfloat16, float16 or float32.
+        dtype: Dtype of the result: bfloat16, float16 or float32. Counters and masks of saved modules keep their own.
         base_dir: Folder of the base model, which only an adapter with train_raw=False needs; the weights of another are
             compared with those that it holds.
         max_shard_bytes: Most bytes of tensor data per file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,11 @@ from peft_sel.checkpoint.shards import (
     write_shard,
     write_text,
 )
-from peft_sel.checkpoint.staging import COPIED_FOLDERS, check_output, is_copied, staged_folder
+from peft_sel.checkpoint.side_files import copy_side_files
+from peft_sel.checkpoint.staging import check_output, staged_folder
 from peft_sel.conversion import FLOAT_DTYPES
-from peft_sel.errors import CheckpointError, ConfigError
+from peft_sel.errors import ConfigError
 from peft_sel.untrusted import read_json
-
-BLOCK_BYTES = 1 << 20
-MAX_SIDE_BYTES = 1 << 30  # of one file beside the weights, so that one with a hole does not fill the disk
 
 
 @dataclass(frozen=True)
@@ -54,36 +52,6 @@ class MergeReport:
     bytes_written: int
     seconds: float
     out_dir: Path
-
-
-def _read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file of the base."""
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-        raise CheckpointError(path, problem, "make it readable, or move it out of the folder") from error
-
-
-def _copy_side_files(base_dir: Path, out_dir: Path) -> None:
-    """Copy what lies beside the weights: tokenizer, generation config, chat templates, licence."""
-    sources = [path for path in base_dir.iterdir() if is_copied(path.name)]
-    for folder in COPIED_FOLDERS:
-        if (base_dir / folder).is_dir():
-            (out_dir / folder).mkdir()
-            sources.extend((base_dir / folder).iterdir())
-    for path in sources:
-        if not path.exists() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(path, "is a link to nothing, a pipe or a device", "remove it, or fetch it again")
-        if path.is_file():
-            if path.stat().st_size > MAX_SIDE_BYTES:
-                problem = f"is larger than {MAX_SIDE_BYTES} bytes, and no file of weights"
-                raise CheckpointError(path, problem, "move it out of the folder")
-            with open(out_dir / path.relative_to(base_dir), "xb") as target:
-                for block in _read_blocks(path):
-                    target.write(block)
 
 
 def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: bool) -> int:
@@ -179,7 +147,7 @@ def merge_checkpoint(
         adapters = [stack.enter_context(Adapter(folder)) for folder in adapter_dirs]
         plan = Plan(base, adapters, dtype, check_base)
         with staged_folder(out_dir, overwrite=overwrite, inputs=inputs) as staging:
-            _copy_side_files(base.folder, staging)
+            copy_side_files(base.folder, staging)
             bytes_written = _write(plan, staging, max_shard_bytes, progress)
         return MergeReport(
             tensors_total=len(base.entries) + len(plan.untied),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from peft_sel.checkpoint.adapter import Adapter, is_parameter, shape_error, weig
 from peft_sel.checkpoint.base_check import BaseCheck
 from peft_sel.checkpoint.experts import check_layout, find_split_stacks, rename_as_loaded
 from peft_sel.checkpoint.inspect import EMBEDDING
-from peft_sel.checkpoint.model_config import find_model_class, ties_embeddings
+from peft_sel.checkpoint.model_config import (
+    find_inner_pairs,
+    find_model_class,
+    list_parts,
+    list_tied_pairs,
+    ties_embeddings,
+)
 from peft_sel.checkpoint.shards import CONFIG_FILE, CheckpointReader, TensorEntry
 from peft_sel.conversion import FLOAT_DTYPES, add_differences, rebuild_weight, wide_dtype
 from peft_sel.errors import BrokenMergeError, CheckpointError, NonFiniteWeightError, OtherBaseError, list_names
@@ -87,10 +94,9 @@ class Plan:
         if self.config.get("quantization_config"):
             raise CheckpointError(path, "the weights are quantized", "merge into an unquantized copy of the model")
         model_class, self.ties = find_model_class(self.config), ties_embeddings(self.config, path)
-        tied_keys = getattr(
-            model_class, "_tied_weights_keys", None
-        )  # such as lm_head.weight: model.embed_tokens.weight
-        pairs = list(tied_keys.items()) if self.ties and isinstance(tied_keys, dict) else []
+        self.has_class = model_class is not None
+        pairs = list_tied_pairs(model_class) if self.ties else []
+        inner = find_inner_pairs(self.config, path, base.entries)
         absent = {tied: source for pair in pairs for tied, source in (pair, pair[::-1]) if tied not in base.entries}
         self.untied = {tied: source for tied, source in absent.items() if source in base.entries}
         self.stacks = find_split_stacks(base.entries)
@@ -107,7 +113,7 @@ class Plan:
             for key in group
         }
         self._last: tuple[tuple[str, int, torch.dtype], Tensor] | None = None
-        self._check_tying(pairs)
+        self._check_tying(pairs, inner)
         for adapter in adapters:
             self._check_smallest(adapter)
         self._update_config()
@@ -137,14 +143,18 @@ class Plan:
         for key, module in modules.items():
             self.folded.setdefault(key, []).append((adapter, module))
 
-    def _check_tying(self, pairs: list[tuple[str, str]]) -> None:
+    def _check_tying(self, own: Sequence[tuple[str, str]], inner: Set[tuple[str, str]]) -> None:
         """Decide whether tied tensors part: they must where an adapter changes one, and the other keeps its value."""
         touched = self.folded.keys() | self.replaced.keys()
-        self.tied_changed = any(touched.intersection(pair) for pair in pairs)
+        ends = [re.compile(rf"({end})(\..+)?") for pair in own for end in pair]  # some are of modules, or patterns
+        changes_inner = not touched.isdisjoint(end for pair in inner for end in pair)
+        self.tied_changed = changes_inner or any(end.fullmatch(key) for end in ends for key in touched)
         if not self.tied_changed:
             self.untied = {}
+        is_plain = len(own) == 1 and not inner and all(end.endswith((".weight", ".bias")) for end in own[0])
         changes_embedding = any(EMBEDDING.fullmatch(key.removesuffix(".weight")) for key in touched)
-        if (self.without_head and changes_embedding and self.ties) or (self.tied_changed and len(pairs) > 1):
+        is_unknown = self.ties and changes_embedding and (self.without_head or not self.has_class)
+        if is_unknown or (self.tied_changed and not is_plain):
             raise CheckpointError(
                 self.base.folder,
                 "the adapter changes a tensor that the model ties to others, and these cannot be untied from files",
@@ -246,8 +256,12 @@ class Plan:
         for part in (self.config, *nested):
             if self.tied_changed and (part is self.config or "tie_word_embeddings" in part):
                 part["tie_word_embeddings"] = False
-            for field in {"dtype", "torch_dtype"} & part.keys() if self.dtype else ():
-                part[field] = str(self.dtype).removeprefix("torch.")
+        if self.dtype:
+            fields = {"dtype", "torch_dtype"}
+            if fields.isdisjoint(self.config):
+                self.config["dtype"] = None
+            for part in list_parts(self.config):
+                part.update(dict.fromkeys(fields & part.keys(), str(self.dtype).removeprefix("torch.")))
 
     def outputs(self) -> list[TensorEntry]:
         """Return the tensors of the output, in the files of the base."""

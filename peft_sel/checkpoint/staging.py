@@ -20,13 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from peft_sel.checkpoint.side_files import TEMPLATES_FOLDER, list_copied_folders, list_copies
 from peft_sel.errors import CheckpointError, OutputExistsError, list_names
 
-# Weights in any format, and what would make transformers load an adapter on top of the merged model.
-NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|npz|ot|index\.json|tflite|mlmodel)|\..*\.lock|adapter_config\.json|config\.json"
-)
-COPIED_FOLDERS = ("additional_chat_templates",)
 # What save_pretrained of models, tokenizers and processors, and merge_checkpoint, write or copy.
 CHECKPOINT_FILES = re.compile(
     r"(?!adapter_).*\.safetensors(\.index\.json)?|((generation|tokenizer|(video_)?(pre)?processor)_)?config\.json"
@@ -35,8 +31,10 @@ CHECKPOINT_FILES = re.compile(
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
     r"|(license|notice|readme|use_policy)(\.\w+)?|\.gitattributes"
 )
+TEMPLATES = re.compile(rf"{TEMPLATES_FOLDER}/.*\.jinja")
 LOCK_TRIES = 20
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # which only a write can meet
+NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP}  # such as shared folders of virtual machines
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of <fcntl.h> and <linux/fs.h>
 
 
@@ -62,27 +60,25 @@ def check_output(out_dir: Path, overwrite: bool = False, inputs: Sequence[Path] 
     for used in (Path.cwd(), *(Path(os.path.realpath(folder)) for folder in inputs)):
         if any(parent.exists() and parent.samefile(out_dir) for parent in (used, *used.parents)):
             raise CheckpointError(out_dir, f"is or holds {used}, which is in use", "name another output folder")
-    copied = {name for folder in inputs[:1] if folder.is_dir() for name in os.listdir(folder) if is_copied(name)}
+    bases = [folder for folder in inputs[:1] if folder.is_dir()]
+    copies = {name for folder in bases for name in list_copies(folder)}
+    folders = {TEMPLATES_FOLDER, *(name for folder in bases for name in list_copied_folders(folder))}
+
+    def is_known(path: Path) -> bool:
+        name = path.relative_to(out_dir).as_posix()
+        pattern = TEMPLATES if "/" in name else CHECKPOINT_FILES
+        return not path.is_symlink() and path.is_file() and (name in copies or bool(pattern.fullmatch(name.lower())))
+
     foreign, has_weights = [], False
     for path in sorted(out_dir.iterdir()):
-        if path.name in COPIED_FOLDERS and path.is_dir() and not path.is_symlink():
-            foreign += [child for child in path.iterdir() if child.suffix != ".jinja"]
-        elif path.is_symlink() or not path.is_file() or not (path.name in copied or _is_known(path.name)):
+        if path.name in folders and path.is_dir() and not path.is_symlink():
+            foreign += [child for child in path.iterdir() if not is_known(child)]
+        elif not is_known(path):
             foreign.append(path)
         has_weights |= path.suffix == ".safetensors"
     if foreign or not has_weights:
         names = list_names(path.relative_to(out_dir) for path in foreign)
         raise _not_replaceable(out_dir, f"not a checkpoint alone (it holds {names or 'no .safetensors file'})")
-
-
-def is_copied(name: str) -> bool:
-    """Return whether a file of a base goes into what it is merged to."""
-    return not NOT_COPIED.fullmatch(name.lower())
-
-
-def _is_known(name: str) -> bool:
-    """Return whether a file may be in a checkpoint, by its name."""
-    return bool(CHECKPOINT_FILES.fullmatch(name.lower()))
 
 
 def _not_replaceable(out_dir: Path, what: str) -> CheckpointError:
@@ -112,6 +108,9 @@ def _sync(path: str | Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in NO_FOLDER_SYNC or not os.path.isdir(path):
+                raise
         finally:
             os.close(descriptor)
 
@@ -122,6 +121,14 @@ def _sync_tree(folder: Path) -> None:
         for file in files:
             _sync(os.path.join(parent, file))
         _sync(parent)
+
+
+def _remove_tree(folder: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder, also one whose permissions forbid it: what was exchanged for a read-only output's successor."""
+    with suppress(OSError):  # rmtree raises it anew
+        for parent, _, _ in os.walk(folder):
+            os.chmod(parent, 0o700)
+    shutil.rmtree(folder, ignore_errors)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -204,10 +211,8 @@ class _Output:
 
     def clear(self) -> None:
         """Put back or remove what dead processes left, and say so; without locks, leave it and say that."""
-        unfinished, aside = (
-            {path.name[-8:]: path for path in self.path.parent.iterdir() if self._is_left(path, kind)}
-            for kind in ("unfinished", "replaced")
-        )
+        unfinished = {path.name[-8:]: path for path in self._list_left("unfinished")}
+        aside = {path.name[-8:]: path for path in self._list_left("replaced")}
         left = [*unfinished.values(), *aside.values()]
         if not left:
             return
@@ -232,14 +237,23 @@ class _Output:
                 unfinished[token] = self._hidden("unfinished", token)
                 os.rename(path, unfinished[token])
         for path in unfinished.values():
-            shutil.rmtree(path)
+            _remove_tree(path)
         if unfinished:
             removed = list_names(path.name for path in unfinished.values())
             warnings.warn(f"{self.path}: removed {removed}, left by a killed run; starting anew", stacklevel=2)
 
-    def _is_left(self, path: Path, kind: str) -> bool:
-        name = rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}"
-        return bool(re.fullmatch(name, path.name)) and path.is_dir() and not path.is_symlink()
+    def _list_left(self, kind: str) -> list[Path]:
+        name = re.compile(rf"\.{re.escape(self.path.name)}\.{kind}-[0-9a-f]{{8}}")
+        paths = self.path.parent.iterdir()
+        return [path for path in paths if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+    def make_error(self, out_dir: Path, error: OSError) -> CheckpointError:
+        """Return the error for an output that could not be written."""
+        left: list[Path] = []
+        with suppress(OSError):  # of a parent that is not there
+            left = self._list_left("unfinished") if self.has_locks else [self.staging] * self.staging.is_dir()
+        fate = f"remove {list_names(left)}," if left else "nothing was left behind; free space"
+        return CheckpointError(out_dir, f"could not be written ({error})", f"{fate} or name another folder")
 
     def keep_modes(self) -> None:
         """Give the staged folder, and the files in it that replace others, the permissions of what they replace."""
@@ -289,7 +303,7 @@ class _Output:
                 return
         if self.staging.is_symlink():  # which had the output's name for a moment
             self.staging.unlink()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        _remove_tree(self.staging, ignore_errors=True)
 
 
 def require_folder(out_dir: Path) -> None:
@@ -377,7 +391,5 @@ def staged_folder(
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and (not is_filling or _is_of_output(error, output.staging)):
-            raise CheckpointError(
-                out_dir, f"could not be written ({error})", "nothing was left behind; free space or name another folder"
-            ) from error
+            raise output.make_error(out_dir, error) from error
         raise
