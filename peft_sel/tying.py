@@ -20,13 +20,15 @@ def keep_parted_weights_apart(model: Any) -> None:
     """
     pairs = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tensor: Callable[[str], Any] = dict(model.named_parameters(remove_duplicate=False)).get
-    together = [tied for tied, source in pairs.items() if tensor(tied) is not None and tensor(tied) is tensor(source)]
-    if len(together) == len(pairs):
+    if all(tensor(tied) is not None and tensor(tied) is tensor(source) for tied, source in pairs.items()):
         return
-    for name in together:
-        module, _, attribute = name.rpartition(".")
-        value: Tensor = tensor(name)
-        copy = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-        setattr(model.get_submodule(module), attribute, copy)
+    seen: set[Tensor | None] = set()
+    for name in dict.fromkeys([*pairs.values(), *pairs]):
+        value: Tensor | None = tensor(name)
+        if value is not None and value in seen:
+            module, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            setattr(model.get_submodule(module), attribute, copy)
+        seen.add(value)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False

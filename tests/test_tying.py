@@ -176,3 +176,30 @@ def test_ties_of_inner_models_are_not_broken(which, tmp_path: Path):
     make_embedding_adapter(base, tmp_path / "adapter", module)
     with pytest.raises(SELError, match=r"cannot be untied from files; .*merge_and_unload"):
         merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", progress=False)
+
+
+T5_SIZES = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 4, "d_kv": 8}
+SEVERAL = {
+    "bart shared": ("BartForConditionalGeneration", BART, "shared"),
+    "bart decoder": ("BartForConditionalGeneration", BART, "decoder.embed_tokens"),
+    "bart classifier": ("BartForSequenceClassification", BART, "shared"),
+    "t5 shared": ("T5ForConditionalGeneration", T5_SIZES, "shared"),
+}
+
+
+@pytest.mark.parametrize("which", SEVERAL)
+def test_a_merge_parts_one_of_several_tied_weights(which, tmp_path: Path):
+    name, options, module = SEVERAL[which]
+    model_class = getattr(transformers, name)
+    model = model_class(model_class.config_class(**options, tie_word_embeddings=True))
+    targets = ["q_proj"] if "bart" in which else ["q"]
+    wrapped = get_peft_model(model, SELConfig(target_modules=targets, modules_to_save=[module]))
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if "modules_to_save" in key:
+                parameter.mul_(1.5)
+    merged = wrapped.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded, info = model_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values())
+    assert changed(loaded, clone_state(merged)) == set()
