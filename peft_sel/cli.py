@@ -245,7 +245,7 @@ def run_merge(args: argparse.Namespace) -> int:
     import torch
 
     from peft_sel.checkpoint import merge_checkpoint
-    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
+    from peft_sel.origins import ADAPTER_PATTERNS, resolve_checkpoint
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     base = resolve_checkpoint(args.base, args.revision)
@@ -286,7 +286,7 @@ def run_export(args: argparse.Namespace) -> int:
     import torch
 
     from peft_sel.checkpoint import export_weights
-    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
+    from peft_sel.origins import ADAPTER_PATTERNS, resolve_checkpoint
 
     report = export_weights(
         resolve_checkpoint(args.adapter, patterns=ADAPTER_PATTERNS),
@@ -307,7 +307,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from peft_sel.checkpoint import inspect_checkpoint, render
-    from peft_sel.jobs import resolve_checkpoint
+    from peft_sel.origins import resolve_checkpoint
 
     reports = inspect_checkpoint(resolve_checkpoint(args.path))
     print(json.dumps([without_infinities(asdict(r)) for r in reports], indent=1) if args.json else render(reports))
@@ -334,7 +334,7 @@ def run_plot(args: argparse.Namespace) -> int:
 def draw_figure(args: argparse.Namespace) -> Any:
     """Return the figure of a kind."""
     from peft_sel import plots
-    from peft_sel.jobs import ADAPTER_PATTERNS, resolve_checkpoint
+    from peft_sel.origins import ADAPTER_PATTERNS, resolve_checkpoint
 
     if args.kind == "transform":
         return plots.plot_transform(args.mode, args.beta, args.offset)

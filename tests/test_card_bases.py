@@ -46,7 +46,7 @@ def test_merges_with_a_base_on_the_hub(revision: str | None, tmp_path: Path, mon
         asked.append((repo, revision))
         return str(tmp_path / "cache")
 
-    monkeypatch.setattr("peft_sel.jobs.snapshot_download", fetch)
+    monkeypatch.setattr("peft_sel.origins.snapshot_download", fetch)
     monkeypatch.chdir(tmp_path / "adapter")
     exec(code(Path()), {})
     assert (tmp_path / "merged" / "model.safetensors").is_file()

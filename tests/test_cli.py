@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_sel import SELConfig, __version__, merge_checkpoint
 from peft_sel.cli import main, make_parser
-from peft_sel.jobs import ADAPTER_PATTERNS
+from peft_sel.origins import ADAPTER_PATTERNS
 
 COMMANDS = ("train", "merge", "export", "inspect", "plot", "demo")
 
@@ -114,7 +114,7 @@ def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
             (folder / "cache" / source.name / file).symlink_to(source / file)
         return str(folder / "cache" / source.name)
 
-    monkeypatch.setattr("peft_sel.jobs.snapshot_download", fetch)
+    monkeypatch.setattr("peft_sel.origins.snapshot_download", fetch)
     assert main(["merge", "some/base", "some/adapter", str(folder / "merged")]) == 0
     assert fetched["some/adapter"] == ["adapter_config.json", "adapter_model.safetensors"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched["some/base"])
@@ -136,7 +136,7 @@ def test_export_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
         fetched[name] = allow_patterns
         return str(folder / name.removeprefix("some/"))
 
-    monkeypatch.setattr("peft_sel.jobs.snapshot_download", fetch)
+    monkeypatch.setattr("peft_sel.origins.snapshot_download", fetch)
     command = ["export", "some/adapter", str(folder / "exported"), "--base", "some/base"]
     assert main(command) == 0
     assert fetched.keys() == {"some/adapter", "some/base"} and fetched["some/adapter"] == list(ADAPTER_PATTERNS)

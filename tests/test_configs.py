@@ -14,8 +14,9 @@ from tiny import make_documents, save_checkpoint, write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_sel.cli import main
-from peft_sel.jobs import load_tokenizer, run_job
+from peft_sel.jobs import run_job
 from peft_sel.numerics import width_beta
+from peft_sel.origins import load_tokenizer
 from peft_sel.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parent.parent / "configs"

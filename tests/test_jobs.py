@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, Tra
 from peft_sel import ScaleConfig, SELConfig, SELError
 from peft_sel.data import DataSection, load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError, RecipeError
-from peft_sel.jobs import MARKS_FILE, JobProgress, hide_bars_outside_terminals, resolve_checkpoint, run_job
+from peft_sel.jobs import MARKS_FILE, JobProgress, hide_bars_outside_terminals, run_job
+from peft_sel.origins import resolve_checkpoint
 from peft_sel.plots import read_logs
 from peft_sel.recipe import BASE_FOLDER, ModelSection, build_recipe, load_recipe
 
@@ -349,7 +350,7 @@ def test_resolve_checkpoint(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in some/model:UserWarning")  # PEFT's, when offline
 def test_adapter_remembers_the_id_of_its_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peft_sel.jobs.snapshot_download", lambda path, **_: folder / "base")  # as if fetched
+    monkeypatch.setattr("peft_sel.origins.snapshot_download", lambda path, **_: folder / "base")  # as if fetched
     run_job(load_recipe(write_recipe(folder, model={"path": "some/model", "revision": "v1"})))
     config = PeftConfig.from_pretrained(str(folder / "out" / "adapter"))
     assert (config.base_model_name_or_path, config.revision) == ("some/model", "v1")

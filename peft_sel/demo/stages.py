@@ -27,7 +27,8 @@ from peft_sel.checkpoint.shards import CheckpointReader
 from peft_sel.data import load_blocks
 from peft_sel.demo.material import cache_folder, prepare_checkpoint, write_text
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
-from peft_sel.jobs import hide_bars_outside_terminals, load_model, make_trainer, removed_if_empty, resolve_checkpoint
+from peft_sel.jobs import hide_bars_outside_terminals, make_trainer, removed_if_empty
+from peft_sel.origins import load_model, resolve_checkpoint
 from peft_sel.recipe import Recipe, build_recipe
 from peft_sel.removal import iter_sel_layers
 
