@@ -108,16 +108,29 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not equals or not all(names):
             raise RecipeError("--set", override, "write section.key=value, for example training.max_steps=100")
         try:
-            _set_in(tree, names, yaml.safe_load(value))
+            _set_in(tree, names, yaml.load(value, _Loader))
         except (yaml.YAMLError, TypeError) as error:
             raise RecipeError("--set", override, " ".join(str(error).split())) from error
     return build_recipe(tree, source=source, default_output_dir=Path("runs") / Path(path).stem)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice: YAML forbids it, and PyYAML takes the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
 def _read_tree(path: Path, followers: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
     """Return the content of a recipe laid over the one that it extends, and how messages call the two."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise RecipeError(path, "not readable", str(error.strerror)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
