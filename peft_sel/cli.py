@@ -16,6 +16,7 @@ from peft_sel.checkpoint import MergeReport
 from peft_sel.errors import SELError
 from peft_sel.numerics import MODES
 
+SIGPIPE_STATUS = 141  # as of a process that the signal ended
 DESCRIPTION = """\
 Train transformer weights in SymExpLin (SEL) space and fold them back into an ordinary checkpoint.
 
@@ -371,7 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: What follows `peft-sel`; None for the process's own.
 
     Returns:
-        Exit status: 0, 1 if the demo's result is not what was promised, 2 for errors that the user can mend.
+        Exit status: 0, 1 if the demo's result is not what was promised, 2 for errors that the user can mend, 141 if
+        what reads the output went away before the end.
     """
     args = make_parser().parse_args(arguments)
     try:
@@ -380,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
         return status
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if args.run is run_inspect else SIGPIPE_STATUS  # the others may have been half way
     except (SELError, OSError) as error:
         print(f"peft-sel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -16,7 +16,11 @@ from peft_sel.conversion import PREFIX
 from peft_sel.errors import CheckpointError, ConfigError, list_names
 from peft_sel.recipe import ModelSection, Recipe
 
-CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+CHECKPOINT_PATTERNS = (
+    *("*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.jinja"),
+    *("*.py", "*.md", "LICENSE*", "NOTICE*"),
+)
+IGNORED_PATTERNS = ("consolidated*", "[!0-9]*/*.safetensors")  # the same weights in other forms; 1_Dense/ is a module
 ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*.safetensors*")
 BYTES = "bytes"  # a tokenizer that needs no file
 
@@ -28,7 +32,7 @@ def resolve_checkpoint(path: str, revision: str | None = None, patterns: Sequenc
         path: A folder, or an id on the hub.
         revision: Branch, tag or commit on the hub.
         patterns: What to fetch: config, tokenizer and safetensors files by default, ADAPTER_PATTERNS for an adapter;
-            never pickled weights.
+            never pickled weights, nor IGNORED_PATTERNS.
 
     Returns:
         The folder.
@@ -42,8 +46,12 @@ def resolve_checkpoint(path: str, revision: str | None = None, patterns: Sequenc
     if path.startswith(("~", ".", "/")) or folder.exists():
         raise CheckpointError(path, "there is no such folder", "name an existing folder, or an id on the hub")
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:
+        return Path(
+            snapshot_download(
+                path, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(IGNORED_PATTERNS)
+            )
+        )
+    except Exception as error:  # a connection fails in many ways
         raise CheckpointError(
             path,
             f"is neither a folder nor to be had from the hub ({type(error).__name__})",
@@ -63,16 +71,38 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: If it cannot be loaded.
     """
-    if section.tokenizer is None:
-        return AutoTokenizer.from_pretrained(resolve_checkpoint(section.path, section.revision))
     if section.tokenizer == BYTES:
         return ByT5Tokenizer(extra_ids=0)
+    if section.tokenizer is None:
+        return read_tokenizer(section.path, resolve_checkpoint(section.path, section.revision))
+    return read_tokenizer(section.tokenizer, Path(section.tokenizer).expanduser())
+
+
+def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that knows more than its special tokens: without its files transformers makes up an empty one.
+
+    Args:
+        name: What messages call it.
+        folder: Folder, or an id on the hub.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    way_out = f"name a folder or an id with a tokenizer, or for random weights {BYTES}"
     try:
-        return AutoTokenizer.from_pretrained(Path(section.tokenizer).expanduser())
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        way_out = f"name a folder or an id with a tokenizer, or {BYTES}"
-        raise CheckpointError(section.tokenizer, f"is no tokenizer that can be loaded ({reason})", way_out) from error
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of whatever its files hold
+        raise CheckpointError(name, f"has no tokenizer that can be loaded ({_explain(error)})", way_out) from error
+    if len({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}) < 2:  # T5's empty one has a space
+        raise CheckpointError(name, "has a tokenizer without a vocabulary; its files may be missing", way_out)
+    return tokenizer
+
+
+def _explain(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def write_random_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,8 +128,8 @@ def write_random_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase
         config = CONFIG_MAPPING[str(section.config)](**options)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # sizes that do not fit fail in many ways
-        reason = " ".join(str(error).split())
-        raise ConfigError("config", section.config, f"no model can be built with {options} ({reason})") from error
+        reason = f"no model can be built with {options} ({_explain(error)})"
+        raise ConfigError("config", section.config, reason) from error
     model.save_pretrained(section.path)
     tokenizer.save_pretrained(section.path)
 
@@ -123,10 +153,11 @@ def load_model(recipe: Recipe) -> PeftModel:
             folder,
             dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
             attn_implementation=section.attn_implementation,
+            use_safetensors=True,  # nothing is unpickled
         )
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(section.path, f"cannot be loaded ({reason})", "name another checkpoint") from error
+    except Exception as error:  # cut files, wrong shapes and wrong configurations fail in many ways
+        problem = f"cannot be loaded ({_explain(error)})"
+        raise CheckpointError(section.path, problem, "name another checkpoint") from error
     is_folder = Path(section.path).expanduser().is_dir()
     model.name_or_path = str(folder) if is_folder else section.path  # what the adapter remembers as its base
     converted = get_peft_model(model, recipe.sel, revision=section.revision)

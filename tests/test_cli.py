@@ -104,10 +104,12 @@ def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (folder / "adapter" / "training_args.bin").write_bytes(b"pickled")
     fetched: dict[str, list[str]] = {}
 
-    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetch(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         source = folder / name.removeprefix("some/")
         files = [path.name for path in source.iterdir()]
-        fetched[name] = sorted(filter_repo_objects(files, allow_patterns=allow_patterns))
+        fetched[name] = sorted(
+            filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        )
         (folder / "cache").mkdir(exist_ok=True)
         (folder / "cache" / source.name).mkdir()
         for file in fetched[name]:
@@ -132,7 +134,7 @@ def test_merge_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_export_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fetched: dict[str, list[str]] = {}
 
-    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetch(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         fetched[name] = allow_patterns
         return str(folder / name.removeprefix("some/"))
 
