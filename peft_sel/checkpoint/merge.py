@@ -87,6 +87,19 @@ def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: boo
 
 
 @torch.no_grad()
+def check_mergeable(base_dir: str | Path) -> None:
+    """Raise what merge_checkpoint would whatever the adapter, before hours of training one.
+
+    Args:
+        base_dir: Folder of the base model.
+
+    Raises:
+        CheckpointError: If the base is missing, corrupt, pickled or quantized.
+    """
+    with CheckpointReader(base_dir) as base:
+        Plan(base, [], None, True)
+
+
 def merge_checkpoint(
     base_dir: str | Path,
     adapter_dir: str | Path | Sequence[str | Path],

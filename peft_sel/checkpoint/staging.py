@@ -115,7 +115,7 @@ def _sync(path: str | Path) -> None:
             os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Bring everything in a folder to the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for file in files:
@@ -381,7 +381,7 @@ def staged_folder(
                 yield output.staging
                 is_filling = False
                 output.keep_modes()
-                _sync_tree(output.staging)
+                sync_tree(output.staging)
                 check_existing()
                 output.commit(os.path.lexists(out_dir), [output.path.parent, *(made.parent for made in parents)])
             finally:

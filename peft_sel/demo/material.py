@@ -23,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from peft_sel.checkpoint.staging import sync_tree
 from peft_sel.cpp import cache_folder
 from peft_sel.data import read_pydoc_topics
 from peft_sel.errors import CheckpointError
@@ -173,6 +174,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     unfinished.mkdir()
     try:
         yield unfinished
+        sync_tree(unfinished)  # what is there is trusted from now on
         with contextlib.suppress(OSError):
             unfinished.rename(folder)
         if not folder.is_dir():

@@ -20,15 +20,15 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
-from peft_sel.checkpoint import merge_checkpoint
+from peft_sel.checkpoint import check_mergeable, merge_checkpoint
 from peft_sel.checkpoint.shards import CheckpointReader
 from peft_sel.data import load_blocks
-from peft_sel.demo.material import cache_folder, prepare_checkpoint, write_text
+from peft_sel.demo.material import CHECKPOINT_NAME, cache_folder, prepare_checkpoint, write_text
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
 from peft_sel.jobs import hide_bars_outside_terminals, make_trainer, removed_if_empty
-from peft_sel.origins import load_model, resolve_checkpoint
+from peft_sel.origins import load_model, read_tokenizer, resolve_checkpoint
 from peft_sel.recipe import Recipe, build_recipe
 from peft_sel.removal import iter_sel_layers
 
@@ -182,7 +182,8 @@ def run_demo(
         with clock("Prepare checkpoint and text"):
             base_dir = prepare_checkpoint() if model is None else resolve_checkpoint(model)
             recipe = _write_recipe(str(base_dir) if model is None else model, data, steps, out_dir)
-            tokenizer = AutoTokenizer.from_pretrained(base_dir)
+            tokenizer = read_tokenizer(model or CHECKPOINT_NAME, base_dir)
+            check_mergeable(base_dir)
             train, held_out = load_blocks(recipe.data, tokenizer)
             assert held_out is not None
             held_out = held_out.select(range(min(HELD_OUT_BLOCKS, len(held_out))))
@@ -236,6 +237,7 @@ def make_out_dir(out_dir: str | Path | None) -> Path:
 
     Raises:
         OutputExistsError: If out_dir exists.
+        CheckpointError: If there can be no folder runs.
     """
     if out_dir is not None:
         folder = Path(out_dir).expanduser()
@@ -243,9 +245,14 @@ def make_out_dir(out_dir: str | Path | None) -> Path:
             raise OutputExistsError(folder)
         folder.mkdir(parents=True)
         return folder
+    try:
+        OUT_DIR.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        problem = "is no folder, or a link to nothing"
+        raise CheckpointError(OUT_DIR.parent, problem, "remove it, or name another folder with --out") from error
     for folder in (OUT_DIR if number == 1 else Path(f"{OUT_DIR}-{number}") for number in itertools.count(1)):
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             if folder != OUT_DIR:
                 print(f"{OUT_DIR} is there from an earlier demo and stays as it is; this one goes to {folder}.")
             return folder
