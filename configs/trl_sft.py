@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from peft_sel import SELConfig, SELTrainerMixin, merge_checkpoint
 from peft_sel.errors import OutputExistsError
+from peft_sel.origins import resolve_checkpoint
 
 
 @dataclass
@@ -68,21 +69,23 @@ def main(arguments: list[str] | None = None) -> SELSFTTrainer:
     for folder in (adapter, merged):
         if folder.exists():
             raise OutputExistsError(folder)
+    base = resolve_checkpoint(job.model)
     chats = load_chats(job.chats)
     if not args.assistant_only_loss:
         chats = chats.map(split_chat, remove_columns="messages")
     trainer = SELSFTTrainer(
-        AutoModelForCausalLM.from_pretrained(job.model, dtype="auto"),
+        AutoModelForCausalLM.from_pretrained(job.model, dtype="auto", use_safetensors=True),
         args=args,
         train_dataset=chats,
         processing_class=AutoTokenizer.from_pretrained(job.model),
         peft_config=SELConfig(task_type="CAUSAL_LM"),
     )
-    trainer.train()
+    resume = args.resume_from_checkpoint  # a folder, or True for the last one in output_dir
+    trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     trainer.save_model(str(adapter))
     with args.main_process_first(local=False):
         if trainer.is_world_process_zero():
-            merge_checkpoint(job.model, adapter, merged)
+            merge_checkpoint(base, adapter, merged)
     trainer.accelerator.end_training()
     return trainer
 
