@@ -27,9 +27,10 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from peft_sel.checkpoint import MergeReport, merge_checkpoint
+from peft_sel.checkpoint import MergeReport, check_mergeable, merge_checkpoint
 from peft_sel.data import load_blocks
 from peft_sel.errors import CheckpointError, ConfigError, OutputExistsError
 from peft_sel.origins import load_model, load_tokenizer, resolve_checkpoint, write_random_model
@@ -194,6 +195,8 @@ def run_job(recipe: Recipe) -> JobReport | None:
     _check_folders(recipe.output_dir, merged_dir if recipe.merge else None, resume)
     hide_bars_outside_terminals()
     tokenizer = load_tokenizer(recipe.model)
+    if recipe.merge and recipe.model.config is None:
+        check_mergeable(resolve_checkpoint(recipe.model.path, recipe.model.revision))
     with recipe.training.main_process_first(local=False):
         train, held_out = load_blocks(recipe.data, tokenizer)
     with removed_if_empty(recipe.output_dir):
@@ -235,8 +238,14 @@ def _check_folders(output_dir: Path, merged_dir: Path | None, resume: Any) -> No
     if resume is True and (not output_dir.is_dir() or get_last_checkpoint(str(output_dir)) is None):
         way_out = f"{'remove the folder or name another, and ' * output_dir.exists()}leave resume_from_checkpoint out"
         raise CheckpointError(output_dir, "holds no checkpoint to resume from", way_out)
-    if isinstance(resume, str) and not Path(resume).is_dir():
-        raise CheckpointError(resume, "there is no such folder", "name a checkpoint-<step> folder of an earlier run")
+    if isinstance(resume, str):
+        folder, way_out = Path(resume), "name a checkpoint-<step> folder of an earlier run"
+        if not folder.is_dir():
+            raise CheckpointError(resume, "there is no such folder", way_out)
+        last = get_last_checkpoint(resume)
+        is_run = last is not None or (folder / "adapter").is_dir()  # which has a trainer_state.json, too
+        if is_run or not (folder / TRAINER_STATE_NAME).is_file():
+            raise CheckpointError(resume, "is no checkpoint of a training", f"name {last}" if last else way_out)
     if merged_dir is not None and merged_dir.exists():
         raise OutputExistsError(merged_dir)
 
