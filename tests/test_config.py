@@ -165,7 +165,7 @@ def test_help_has_every_choice_and_what_is_open():
     for name, choices in CHOICES.items():
         assert all(f'"{choice}"' in entries[name] for choice in choices), name
     assert all(f'"{pattern}"' in patterns for pattern in PATTERNS)
-    assert "(open)" in entries["beta_rms"] and "Those marked (open)" in SELConfig.__doc__
+    assert "(open)" in entries["anneal_steps"] and "Those marked (open)" in SELConfig.__doc__
     for name in ("beta_rms", "residual_alpha", "residual_lr_mult", "anneal_steps"):
         assert "positive" in entries[name], name
 
