@@ -85,12 +85,13 @@ def _check_layers(layers: dict[str, SELLayer], adapter_name: str, rank: int | fl
         base: Any = layer.get_base_layer()
         if layer.base_dropped is not None:
             raise DroppedBaseError("save_as_lora", layer.base_dropped)
-        if layer.base_weight.dim() == 1:
+        shape = tuple(layer.base_weight.shape)  # base.weight of 4 bits is packed
+        if len(shape) == 1:
             raise LoraConversionError(layer.weight_name, "is a bias, and a LoRA adapts matrices")
         if not layer.supports_lora_conversion(adapter_name):
             raise LoraConversionError(name, f"is a {type(base).__name__}, and only linear layers can become a LoRA")
-        if isinstance(rank, int) and rank > min(base.weight.shape):
-            raise LoraConversionError(name, f"has a weight of shape {tuple(base.weight.shape)}, too small for {rank=}")
+        if isinstance(rank, int) and rank > min(shape):
+            raise LoraConversionError(name, f"has a weight of shape {shape}, too small for {rank=}")
 
 
 @torch.no_grad()

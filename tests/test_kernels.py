@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import reference
 import torch
+from peft import get_peft_model
+from torch import nn
 
+from peft_sel import SELConfig
 from peft_sel.kernels import WeightSpec, fold
 from peft_sel.numerics import effective_weight
 from peft_sel.numerics.scales import expand_parts
@@ -288,3 +291,25 @@ def test_frozen_inputs_get_no_gradient() -> None:
     for tensor in trained:
         tensor.requires_grad_(False)
     assert not fold(*case).requires_grad
+
+
+@pytest.mark.parametrize("rank", [16, 40])
+def test_backward_inside_autocast_changes_nothing(rank: int) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(nn.Sequential(nn.Linear(48, 64)), SELConfig(target_modules=["0"], r=rank))
+    x, gradients = torch.randn(8, 48, requires_grad=True), []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "residual" in name:
+                parameter.normal_()
+    for inside in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) > 4 and gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[1][name], grad) for name, grad in gradients[0].items())

@@ -14,7 +14,7 @@ from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM, TorchAoConfig
 
-from peft_sel import SELConfig, SELError, SELLayer, quantized
+from peft_sel import SELConfig, SELError, SELLayer, quantized, save_as_lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
@@ -171,3 +171,36 @@ def test_a_weight_that_cannot_be_read_is_refused(monkeypatch):
         get_peft_model(model, SELConfig(target_modules=["0", "1"]))
     assert [type(module) for module in model] == [nn.Linear, ForwardOnly]
     assert_same_bits(model.state_dict(), before)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight has another shape than its matrix, as in 4 bits."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out)
+        self.weight = nn.Parameter(self.weight.detach().reshape(-1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.view(self.out_features, self.in_features), self.bias)
+
+
+class PackedBackend:
+    backend_name = "packed"
+
+    def get_base_weight(self, module: PackedLinear) -> torch.Tensor:
+        return module.weight.detach().view(module.out_features, module.in_features).clone()
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    found = lambda module: PackedBackend() if isinstance(module, PackedLinear) else None  # noqa: E731
+    monkeypatch.setattr(quantized, "find_quantization", found)
+    torch.manual_seed(0)
+    return nn.Sequential(PackedLinear(16, 12))
+
+
+def test_a_lora_is_as_large_as_the_matrix_of_a_packed_weight(packed: nn.Module, tmp_path: Path) -> None:
+    model = get_peft_model(packed, SELConfig(target_modules=["0"]))
+    with pytest.raises(SELError, match=r"shape \(12, 16\), too small for rank=13"):
+        save_as_lora(tmp_path / "large", model, 13)
+    assert save_as_lora(tmp_path / "lora", model, 4).num_modules == 1

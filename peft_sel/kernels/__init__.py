@@ -105,10 +105,10 @@ def _pull_back(
     names = (*(("raw",) if needs_raw else ()), *needed_scales)
     residual = _scale_residual(spec, raw, a, b) if needs_a or needs_b else None
     arguments = (spec, grad, raw, beta, _group(layout, parts), names, residual)
-    if weight is not None:
-        raw_grad, grads, residual_grads = native.pull_back(*arguments, weight)
-    else:
-        with torch.autocast(raw.device.type, enabled=False):
+    with torch.autocast(raw.device.type, enabled=False):
+        if weight is not None:
+            raw_grad, grads, residual_grads = native.pull_back(*arguments, weight)
+        else:
             raw_grad, grads, residual_grads = _select_backend(spec, raw, True).pull_back(*arguments)
     part_grads = [
         grads[scale][part].to(tensor.dtype) if needs else None
