@@ -47,6 +47,10 @@ class SELParameter(SELLayer, nn.Module):
         """The module that owns the parameter."""
         return self._owner[0]
 
+    def move_to(self, owner: nn.Module) -> None:
+        """Serve the parameter of this name in another module, which takes the place of its owner."""
+        self._owner[0] = owner
+
     @property
     def weight_name(self) -> str:
         """How errors call the parameter."""

@@ -200,7 +200,11 @@ class SELLayer(BaseWeightLayer):
             if adapter in container:
                 del container[adapter]
         self.frozen_peft_weight_names.pop(adapter, None)
-        if not self.sel_config:
+        self.settle_base_weight()
+
+    def settle_base_weight(self) -> None:
+        """Put the base weight back into the layer if no adapter asks any more for one in CPU memory."""
+        if not self.merged and all(config.base_weight != "cpu" for config in self.sel_config.values()):
             self.put_base_back()
 
     def tensors(self, adapter: str) -> list[Tensor]:

@@ -350,6 +350,8 @@ class SELModel(SavedTuner):
             for layer in self.sel_layers():  # left to itself, each would choose among its own
                 layer.set_adapter(others[0])
         super().delete_adapter(adapter_name)
+        for layer in self.sel_layers():
+            layer.settle_base_weight()
 
     def unload(self) -> nn.Module:
         """Return the base model; the converted weights are those from before conversion, bit for bit."""

@@ -99,12 +99,17 @@ class SELQuantizedLinear(SELLinear):
         if bias is not None and bias.dtype != self.dense_dtype:
             bias = nn.Parameter(bias.detach().to(self.dense_dtype), requires_grad=bias.requires_grad)
         dense.bias = bias
-        self.base_layer, self._is_dense = dense, True
+        self._put(dense, True)
         self._quantized.append(base)
 
     def _put_back(self) -> None:
         if self._quantized:
-            self.base_layer, self._is_dense = self._quantized.pop(), False
+            self._put(self._quantized.pop(), False)
+
+    def _put(self, base: nn.Module, is_dense: bool) -> None:
+        self.base_layer, self._is_dense = base, is_dense
+        if self.bias_layer is not None:  # its parameter is that of the layer in place
+            self.bias_layer.move_to(base)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put a dense layer with the effective weight in the place of the quantised one, which unmerge restores.
@@ -123,6 +128,8 @@ class SELQuantizedLinear(SELLinear):
 
     def unmerge(self) -> None:
         """Put the quantised layer back."""
+        if self.bias_layer is not None and self._quantized:
+            self.bias_layer.unmerge()  # the dense layer takes its merged bias along
         super().unmerge()
         self._put_back()
 

@@ -31,6 +31,7 @@ from models import (
 )
 from moe import make_moe
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.pytorch_utils import Conv1D
@@ -353,3 +354,21 @@ def test_merging_nothing_over_a_dropped_base_is_refused():
     with pytest.raises(SELError, match="base_weight='drop'"):
         model.merge_and_unload(adapter_names=[])
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("bias", ["none", "sel_only"])
+def test_the_base_comes_back_when_no_adapter_asks_for_the_cpu(bias, tmp_path):
+    model = convert(make_tiny(), bias=bias)
+    before, names = logits(model), {name for name, _ in model.named_parameters()}
+    model.add_adapter("other", make_config(bias=bias, base_weight="cpu"))
+    assert any(layer.on_cpu for layer in sel_layers(model))
+    model.save_pretrained(tmp_path, selected_adapters=["other"])
+    model.delete_adapter("other")
+    assert not any(layer.on_cpu for layer in sel_layers(model))
+    file = tmp_path / "other" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor.flatten()[:1] for name, tensor in tensors.items()}, file)
+    with pytest.raises(SELError):
+        model.load_adapter(tmp_path / "other", "other")
+    assert not any(layer.on_cpu for layer in sel_layers(model))
+    assert {name for name, _ in model.named_parameters()} == names and torch.equal(logits(model), before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +206,29 @@ def test_a_lora_is_as_large_as_the_matrix_of_a_packed_weight(packed: nn.Module, 
     with pytest.raises(SELError, match=r"shape \(12, 16\), too small for rank=13"):
         save_as_lora(tmp_path / "large", model, 13)
     assert save_as_lora(tmp_path / "lora", model, 4).num_modules == 1
+
+
+def test_a_trained_bias_of_a_quantised_layer_is_merged(packed: nn.Module) -> None:
+    nn.init.normal_(packed[0].bias)
+    before, x = packed[0].bias.clone(), torch.randn(5, 16)
+    model = get_peft_model(packed, SELConfig(target_modules=["0"], bias="sel_only")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3)
+        adapted = model(x)
+        model.merge_adapter()
+        torch.testing.assert_close(model(x), adapted)
+        model.unmerge_adapter()
+        assert torch.equal(packed[0].base_layer.bias, before) and isinstance(packed[0].base_layer, PackedLinear)
+        torch.testing.assert_close(model(x), adapted)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(x), adapted)
+        assert type(merged[0]) is nn.Linear
+
+
+def test_dropping_a_quantised_weight_frees_it_beside_a_converted_bias(packed: nn.Module) -> None:
+    kept = weakref.ref(packed[0])
+    model = get_peft_model(packed, SELConfig(target_modules=["0"], bias="sel_only", base_weight="drop"))
+    gc.collect()
+    assert kept() is None and isinstance(model, PeftModel)
