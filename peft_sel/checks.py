@@ -331,17 +331,27 @@ def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
 
 
 @torch.no_grad()
-def check_merged_is_finite(layers: Iterable[SELLayer], adapter_names: list[str]) -> None:
-    """Raise if merging adapters would put NaN or infinity into a weight.
+@torch.no_grad()
+def check_can_merge(layers: Iterable[SELLayer], adapter_names: list[str], safe_merge: bool) -> None:
+    """Raise what merging adapters would, before the first weight is replaced.
 
     Args:
         layers: The layers of a model.
         adapter_names: Adapters to merge.
+        safe_merge: Whether to compute every merged weight and check it for NaN and infinity.
 
     Raises:
-        BrokenMergeError: If so, naming the first such weight.
+        MultiplierSignError: If a multiplier that the transform is divided by has reached 0.
+        SELError: If a layer has no values, or none that can be used.
+        BrokenMergeError: If a merged weight is not finite, naming the first such weight.
     """
     for layer in layers:
         new = [name for name in adapter_names if name in layer.sel_config and name not in layer.merged_adapters]
-        if new and not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
+        for adapter in new:
+            for scale in layer.scales(adapter).values():
+                scale.check_sign(layer.weight_name)
+            layer._fold_inputs(adapter)
+        if not new or not safe_merge:
+            continue
+        if not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
             raise BrokenMergeError(layer.weight_name, new)

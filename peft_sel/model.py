@@ -17,9 +17,9 @@ from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.card import find_base
 from peft_sel.checks import (
     check_can_add,
+    check_can_merge,
     check_can_split,
     check_found,
-    check_merged_is_finite,
     check_tokens,
     warn_of_unreadable_base,
     warn_of_untouched_experts,
@@ -372,8 +372,8 @@ class SELModel(SavedTuner):
         """
         self._check_known(adapter_names)
         self._require_whole("merge_adapter")
-        if safe_merge:
-            check_merged_is_finite(self.sel_layers(), self.active_adapters if adapter_names is None else adapter_names)
+        names = self.active_adapters if adapter_names is None else adapter_names
+        check_can_merge(self.sel_layers(), names, safe_merge)
         super().merge_adapter(adapter_names=adapter_names)
 
     def _unload_and_optionally_merge(
@@ -388,8 +388,8 @@ class SELModel(SavedTuner):
         names = self.active_adapters if adapter_names is None else adapter_names
         if not merge or not any(layer.merged or {*names} & {*layer.sel_config} for layer in self.sel_layers()):
             self._require_base("unloading without a merged adapter")
-        if merge and safe_merge:
-            check_merged_is_finite(self.sel_layers(), names)
+        if merge:
+            check_can_merge(self.sel_layers(), names, safe_merge)
         while True:  # what lies inside a holder comes to light when the holder is gone
             super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
             if not any(self.sel_layers()):

@@ -16,7 +16,7 @@ from test_layer import make_layer
 from test_merge import ADAPTER_FILE, make_adapter, save_base
 from torch import nn
 
-from peft_sel import ScaleConfig, SELConfig, SELLayer, merge_checkpoint
+from peft_sel import ScaleConfig, SELConfig, SELError, SELLayer, merge_checkpoint
 from peft_sel.errors import MultiplierSignError
 from peft_sel.logs import collect_scale_means
 from peft_sel.modules import SELLinear
@@ -110,3 +110,28 @@ def test_saving_with_converted_biases_knows_their_patterns(pattern: str, tmp_pat
     reach(bias, -2.0)
     with pytest.raises(MultiplierSignError, match=r"q_proj\.bias: training brought"):
         model.save_pretrained(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("action", ["merge_adapter", "merge_and_unload"])
+def test_a_merge_that_fails_at_the_last_layer_has_changed_none(action: str, safe_merge: bool) -> None:
+    model = get_peft_model(make_tiny(), SELConfig(normalize_by_inner_mult=True))
+    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    reach(layers[-1], -2.0)
+    before = clone_state(model)
+    with pytest.raises(MultiplierSignError):
+        getattr(model, action)(safe_merge=safe_merge)
+    assert [module for module in model.modules() if isinstance(module, SELLayer)] == layers
+    assert not any(layer.merged for layer in layers)
+    assert_same_bits(model.state_dict(), before)
+
+
+def test_a_frozen_raw_weight_that_overflows_stops_a_merge_before_its_first_layer() -> None:
+    base = make_tiny(dtype=torch.bfloat16)
+    with torch.no_grad():
+        base.model.layers[-1].mlp.down_proj.weight[0, 0] = 1e30
+    model = get_peft_model(base, SELConfig(train_raw=False)).half()
+    layers = [module for module in model.modules() if isinstance(module, SELLayer)]
+    with pytest.raises(SELError):
+        model.merge_adapter()
+    assert not any(layer.merged for layer in layers)
