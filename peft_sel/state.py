@@ -12,7 +12,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from peft_sel.card import summarize_tensors
-from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
+from peft_sel.checks import check_base, check_complete, check_gathered, check_loadable, check_multipliers, check_saved
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, PREFIX
 from peft_sel.errors import AdapterStateError, OffloadedError
@@ -82,6 +82,8 @@ class SavedTuner(BaseTuner):
         if (key := next((key for key, tensor in own.items() if tensor.is_meta), None)) is not None:
             raise OffloadedError(key, "values")
         check_gathered(model, adapter_name, own)
+        if state_dict:  # in other processes than the first it may be empty
+            check_complete(names.named_modules(), adapter_name, own)
         check_multipliers(config, own, adapter_name)
         config.base_fingerprint = {
             layer.fingerprint_name: layer.base_fingerprint[adapter_name]
