@@ -194,16 +194,16 @@ class SELLayer(BaseWeightLayer):
 
     def discard_adapter(self, adapter: str) -> None:
         """Forget an adapter without choosing a new active one."""
-        self.kept_weights.clear()
         for attribute in (*self.adapter_layer_names, *self.other_param_names):
             container = getattr(self, attribute)
             if adapter in container:
                 del container[adapter]
         self.frozen_peft_weight_names.pop(adapter, None)
-        self.settle_base_weight()
+        self.forget_deleted()
 
-    def settle_base_weight(self) -> None:
-        """Put the base weight back into the layer if no adapter asks any more for one in CPU memory."""
+    def forget_deleted(self) -> None:
+        """Free what was kept for adapters that are gone; put the base weight back if none asks for the CPU any more."""
+        self.kept_weights.clear()
         if not self.merged and all(config.base_weight != "cpu" for config in self.sel_config.values()):
             self.put_base_back()
 

@@ -65,7 +65,7 @@ class SELModel(SavedTuner):
     def keep_effective_weights(self, evaluation: bool = True, training: bool = False) -> None:
         """Choose where effective weights are kept rather than computed again, for the layers there are now.
 
-        What is kept takes the memory of the converted weights once more, in the base model's dtype.
+        What is kept takes the memory of the converted weights once more for each adapter, or combination, that was run.
 
         Args:
             evaluation: In eval mode without gradients, between forward passes until train() is called; the default,
@@ -351,7 +351,7 @@ class SELModel(SavedTuner):
                 layer.set_adapter(others[0])
         super().delete_adapter(adapter_name)
         for layer in self.sel_layers():
-            layer.settle_base_weight()
+            layer.forget_deleted()
 
     def unload(self) -> nn.Module:
         """Return the base model; the converted weights are those from before conversion, bit for bit."""

@@ -179,3 +179,13 @@ def test_inside_another_compilation_nothing_is_unrolled(pattern: str) -> None:
         (graph,) = graphs
         sizes.append(len(graph.graph.nodes))
     assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_running_out_of_memory_is_no_broken_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(draw("mismatch", WITHOUT_LORA, SHAPE, torch.float32).require_grad(), torch.randn(SHAPE))
+    assert not compiled._failed

@@ -285,7 +285,18 @@ def test_an_adapter_from_before_is_not_checked(tmp_path: Path) -> None:
     PeftModel.from_pretrained(make_other(), tmp_path)
 
 
-@pytest.mark.parametrize("value", [["a"], {"a": 1}, {"a": ""}, {"a": "float32"}, {"a": "sha512:0"}, {"a": "float32:"}])
+TEXTS = (
+    "",
+    "float32",
+    "sha512:0123456789abcdef",
+    "float32:",
+    "float32:a:b",
+    "float32:0123456789abcde",
+    "float32:0123456789ABCDEF",
+)
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, *({"a": text} for text in TEXTS)])
 def test_what_is_no_record_is_refused(value: Any, tmp_path: Path) -> None:
     save_adapter(tmp_path)
     edit_record(tmp_path, lambda content: content.update(base_fingerprint=value))

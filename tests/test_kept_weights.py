@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -187,3 +189,16 @@ def test_copies_and_files_hold_no_kept_weights(tmp_path):
     assert torch.equal(run(duplicate), expected)
     model.to(torch.float64)
     assert not any(layer.kept_weights for layer in model.base_model.sel_layers())
+
+
+@pytest.mark.filterwarnings("ignore:'default' was the active adapter")
+def test_a_deleted_adapter_is_freed():
+    model = make_model()
+    model.add_adapter("other", SELConfig(init_weights=False))
+    run(model)
+    model.set_adapter("other")
+    before = run(model)
+    raw = weakref.ref(next(model.base_model.sel_layers()).symexplin_raw["default"])
+    model.delete_adapter("default")
+    gc.collect()
+    assert raw() is None and torch.equal(run(model), before)

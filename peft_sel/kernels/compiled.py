@@ -77,12 +77,14 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
         if key not in _functions:
             _functions[key] = _compile(function, *(_map_tensors(_make_example, arg) for arg in args))
         return _functions[key](*args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever breaks in a compiler, training can go on
         _failed = True
         cause = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
         warnings.warn(
             f"torch.compile does not work here ({type(error).__name__}: {cause}); SEL goes on with plain torch, which "
-            "computes the same in five to ten times the time per weight. Installing a C++ compiler (g++) cures this",
+            "computes the same in five to ten times the time per weight. If a C++ compiler is missing, g++ cures it",
             stacklevel=2,
         )
         return function(*args)

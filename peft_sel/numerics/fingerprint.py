@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable
 from functools import cache
@@ -14,6 +15,7 @@ BLOCK = 1 << 14  # values per sum: what is computed of them fits a cache, and is
 BLOCKS_AT_ONCE = {"cpu": 1}
 MANY_BLOCKS = 1 << 10  # on accelerators, where a launch costs more than memory traffic
 DIGITS = 16
+DIGEST = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
 # The roundings by which one checkpoint may be loaded: a weight is told by each that is no wider than its own dtype.
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,7 +88,7 @@ def is_fingerprint(text: object) -> bool:
     if not isinstance(text, str) or not text:
         return False
     entries = [entry.partition(":") for entry in text.split(" ")]
-    return all(name in PRECISIONS and digits for name, _, digits in entries)
+    return all(name in PRECISIONS and DIGEST.fullmatch(digits) for name, _, digits in entries)
 
 
 def hash_weight(weight: Tensor, precision: str) -> str:
