@@ -254,11 +254,9 @@ def check_complete(names: Iterable[tuple[str, nn.Module]], adapter_name: str, st
     """Raise if a tensor that an adapter of these modules trains is not among what is saved of it."""
     for path, module in names:
         for name, _ in module.named_parameters() if isinstance(module, SELLayer) else ():
-            key = f"{path}.{name}".removeprefix(".")
+            key = f"{path}.{name}".replace("_fsdp_wrapped_module.", "").removeprefix(".")
             if name.startswith(PREFIX) and name.split(".")[1] == adapter_name and key not in state:
-                way_out = (
-                    "pass the state_dict of the whole model, in which no part of that key is another adapter's name"
-                )
+                way_out = "pass the state_dict of the whole model, and call no adapter like a part of that key"
                 raise AdapterStateError(adapter_name, f"would be saved without {key}", way_out)
 
 
@@ -384,12 +382,14 @@ def check_can_merge(layers: Iterable[SELLayer], adapter_names: list[str], safe_m
 
     Raises:
         MultiplierSignError: If a multiplier that the transform is divided by has reached 0.
-        SELError: If a layer has no values, or none that can be used.
+        SELError: If values cannot be used, or with safe_merge are not in memory.
         BrokenMergeError: If a merged weight is not finite, naming the first such weight.
     """
     for layer in layers:
         new = [name for name in adapter_names if name in layer.sel_config and name not in layer.merged_adapters]
         for adapter in new:
+            if not safe_merge and any(tensor.is_meta for tensor in layer.tensors(adapter)):
+                continue  # accelerate brings what it has offloaded when the layer is merged
             for scale in layer.scales(adapter).values():
                 scale.check_sign(layer.weight_name)
             layer._fold_inputs(adapter)

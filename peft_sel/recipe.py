@@ -108,7 +108,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not equals or not all(names):
             raise RecipeError("--set", override, "write section.key=value, for example training.max_steps=100")
         try:
-            _set_in(tree, names, yaml.load(value, _Loader))
+            _set_in(tree, names, _parse(value))
         except (yaml.YAMLError, TypeError) as error:
             raise RecipeError("--set", override, " ".join(str(error).split())) from error
     return build_recipe(tree, source=source, default_output_dir=Path("runs") / Path(path).stem)
@@ -127,10 +127,18 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _parse(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def _read_tree(path: Path, followers: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
     """Return the content of a recipe laid over the one that it extends, and how messages call the two."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(path, "not readable", str(error.strerror)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -112,7 +112,7 @@ def test_what_stays_random_is_named(tmp_path: Path) -> None:
     [
         (["sel.target_modules=[nothing_like_this]"], "No modules were targeted"),
         (["model.vocab_size=100"], r"vocab_size=100: the tokenizer bytes has 259 tokens"),
-        (["model.tokenizer=./nowhere"], r"\./nowhere: is no tokenizer that can be loaded"),
+        (["model.tokenizer=./nowhere"], r"\./nowhere: has no tokenizer that can be loaded"),
         (["model.hidden_size=-32"], r"config='qwen3': no model can be built with .*-32"),
         (["model.num_attention_heads=0"], r"config='qwen3': no model can be built"),
     ],
