@@ -371,7 +371,6 @@ def check_tokens(model: Any, config: SELConfig, targets: list[str]) -> None:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def check_can_merge(layers: Iterable[SELLayer], adapter_names: list[str], safe_merge: bool) -> None:
     """Raise what merging adapters would, before the first weight is replaced.
 

@@ -103,8 +103,9 @@ class SELConfig(PeftConfig):
         train_raw: True trains every weight (dense); False freezes raw and trains scales and residual (a small adapter).
             Frozen raw takes next to no memory over a bf16 or fp16 base: a table of some KiB leads from the values of a
             weight to raw weights, in each pass anew. Over a float32, float64 or quantised base, or a base that was cast
-            after conversion, it is held in raw_dtype beside the base weight, 4 bytes per weight: load the base in
-            two bytes to avoid that. Default True: the paper's method, and 4 bytes per weight on disk.
+            after conversion, it is held in raw_dtype beside the base weight, 4 bytes per weight, and an in-place change
+            of that goes unseen: load the base in two bytes to avoid both. Default True: the paper's method, and 4 bytes
+            per weight on disk.
         exp_scale: e_w, a ScaleConfig, a pattern name, or None to fix it at its start, 1/beta. Default ScaleConfig():
             one factor per row times one per column, as in the paper.
         linear_scale: l_w, likewise; starts at 1/max(beta, 7.5), in the family damped at 1: the paper's largest share of

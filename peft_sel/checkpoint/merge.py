@@ -86,7 +86,6 @@ def _write(plan: Plan, out_dir: Path, max_shard_bytes: int | None, progress: boo
     return num_bytes
 
 
-@torch.no_grad()
 def check_mergeable(base_dir: str | Path) -> None:
     """Raise what merge_checkpoint would whatever the adapter, before hours of training one.
 
@@ -100,6 +99,7 @@ def check_mergeable(base_dir: str | Path) -> None:
         Plan(base, [], None, True)
 
 
+@torch.no_grad()
 def merge_checkpoint(
     base_dir: str | Path,
     adapter_dir: str | Path | Sequence[str | Path],
