@@ -210,7 +210,8 @@ def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> Non
     configs = {adapter_name: config}
     for layer in iter_sel_layers(model):
         configs |= layer.sel_config
-    _check_names(model, configs)
+    if len(configs) > 1:
+        _check_names(model, configs)
     moving = [name for name, other in configs.items() if other.base_weight == "cpu"]
     frozen = [name for name, other in configs.items() if not other.train_raw]
     if moving and frozen:
@@ -231,7 +232,7 @@ def _check_names(model: nn.Module, configs: dict[str, SELConfig]) -> None:
             scales += vector_config(config).scale_configs().values()
         for scale in scales:
             parts |= init_parts(scale.pattern, 1.0, (0, 0)).keys()
-    if len(configs) > 1 and (bad := next((name for name in configs if name in parts), None)) is not None:
+    if (bad := next((name for name in configs if name in parts), None)) is not None:
         raise AdapterStateError(
             bad,
             "has a name that stands for a module, a parameter or a part of a scale in saved adapters, so that another "
@@ -392,7 +393,7 @@ def check_can_merge(layers: Iterable[SELLayer], adapter_names: list[str], safe_m
             for scale in layer.scales(adapter).values():
                 scale.check_sign(layer.weight_name)
             layer._fold_inputs(adapter)
-        if not new or not safe_merge:
-            continue
-        if not bool(torch.isfinite(layer.get_combined_weight([*layer.merged_adapters, *new])).all()):
-            raise BrokenMergeError(layer.weight_name, new)
+        if new and safe_merge:
+            merged = layer.get_combined_weight([*layer.merged_adapters, *new])
+            if not bool(torch.isfinite(merged).all()):
+                raise BrokenMergeError(layer.weight_name, new)

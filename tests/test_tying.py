@@ -104,13 +104,17 @@ def test_a_merge_elsewhere_keeps_the_tie(tmp_path: Path):
     assert merged.config.tie_word_embeddings is True
 
 
-def make_embedding_adapter(model: nn.Module, folder: Path, module: str) -> None:
-    model = get_peft_model(model, SELConfig(target_modules=["q_proj"], modules_to_save=[module]))
+def adapt_embedding(model: nn.Module, module: str) -> PeftModel:
+    adapted = get_peft_model(model, SELConfig(target_modules=r".*\.(q_proj|q)", modules_to_save=[module]))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if "modules_to_save" in name:
                 parameter.mul_(1.5)
-    model.save_pretrained(folder)
+    return adapted
+
+
+def make_embedding_adapter(model: nn.Module, folder: Path, module: str) -> None:
+    adapt_embedding(model, module).save_pretrained(folder)
 
 
 UNKNOWN = {
@@ -192,13 +196,7 @@ def test_a_merge_parts_one_of_several_tied_weights(which, tmp_path: Path):
     name, options, module = SEVERAL[which]
     model_class = getattr(transformers, name)
     model = model_class(model_class.config_class(**options, tie_word_embeddings=True))
-    targets = ["q_proj"] if "bart" in which else ["q"]
-    wrapped = get_peft_model(model, SELConfig(target_modules=targets, modules_to_save=[module]))
-    with torch.no_grad():
-        for key, parameter in wrapped.named_parameters():
-            if "modules_to_save" in key:
-                parameter.mul_(1.5)
-    merged = wrapped.merge_and_unload()
+    merged = adapt_embedding(model, module).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     loaded, info = model_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(info.values())
