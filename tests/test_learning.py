@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks import readme
-from benchmarks.learning import analysis, arms, plan, report, texts, trial
+from benchmarks.learning import analysis, arms, plan, products, report, texts, trial
 
 SETTING = plan.Setting(model="smollm2", text="pydoc", steps=8)
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -358,3 +358,32 @@ def test_arms_from_scratch_start_from_the_weights_that_sel_draws(method: str) ->
         bound = math.sqrt(6 / sum(weight.shape))
         assert 0.9 * bound < weight.abs().max() <= bound
         torch.testing.assert_close(found["sel"][key], weight, rtol=1e-6, atol=0)
+
+
+def test_products_in_float32_are_those_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, widened = products._Product.__call__, []
+    monkeypatch.setattr(
+        products._Product, "__call__", lambda self, *a, **o: [widened.append(self.name), plain(self, *a, **o)][1]
+    )
+    attend, eps = nn.functional.scaled_dot_product_attention, torch.finfo(torch.bfloat16).eps
+    a, b, added = torch.randn(7, 300).bfloat16(), torch.randn(300, 5).bfloat16(), torch.randn(7, 5).bfloat16()
+    q = torch.randn(1, 2, 9, 8).bfloat16().requires_grad_()
+    exact, precise = a.double() @ b.double(), q.detach().double().requires_grad_()
+    with products.products_in_float32():
+        results = [a @ b, torch.addmm(added, a, b)]
+        results += [(a[None] @ b[None])[0], torch.baddbmm(added[None], a[None], b[None])[0]]
+        assert (a.float() @ b.float()).dtype is torch.float32
+        attended = attend(q, q, q, is_causal=True)
+        attended.float().square().sum().backward()
+    assert set(widened) == products.OPERATORS.keys()
+    for result, expected in zip(results, [exact, exact + added.double()] * 2, strict=True):
+        assert result.dtype is torch.bfloat16
+        # Half a unit of the result, and 300 sums of at most 3 * 3 in float32.
+        bound = expected.abs() * eps / 2 + 300 * 9 * torch.finfo(torch.float32).eps
+        assert bool(((result.double() - expected).abs() <= bound).all())
+    ideal = attend(precise, precise, precise, is_causal=True)
+    ideal.square().sum().backward()
+    for result, expected in ((attended, ideal), (q.grad, precise.grad)):
+        assert result.dtype is torch.bfloat16
+        # Roundings to bf16: of the output, of its gradient, of three gradients and of their two sums.
+        assert bool(((result.double() - expected).abs() <= 7 * eps * expected.abs().max()).all())

@@ -17,9 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from .plan import ORDER, RESULTS, Plan, Run, list_missing, load_plans, read_results
+from .products import products_in_float32
 from .report import write_report
 from .trial import load_texts, train, write_result
 
@@ -42,6 +46,13 @@ def run_missing(plans: dict[str, Plan], chosen: Sequence[str], out: Path, worker
         load_texts(plans[name].setting)  # fills the cache before several processes need it
     running: dict[Run, subprocess.Popen[bytes]] = {}
     while True:
+        waiting = [run for run in list_chosen(plans, chosen, out) if run not in running]
+        if not waiting and not running:
+            return
+        for run in waiting[: workers - len(running)]:
+            running[run] = start(run, out, max(1, (os.cpu_count() or 1) // workers))
+        while all(process.poll() is None for process in running.values()):
+            time.sleep(1)
         for run, process in list(running.items()):
             if process.poll() is not None:
                 del running[run]
@@ -49,12 +60,6 @@ def run_missing(plans: dict[str, Plan], chosen: Sequence[str], out: Path, worker
                     for other in running.values():
                         other.wait()
                     sys.exit(f"{run} failed with exit status {process.returncode}")
-        waiting = [run for run in list_chosen(plans, chosen, out) if run not in running]
-        if not waiting and not running:
-            return
-        for run in waiting[: workers - len(running)]:
-            running[run] = start(run, out, max(1, (os.cpu_count() or 1) // workers))
-        time.sleep(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = Run(name, arm, float(rate), int(seed))
         if (args.out / run.file).exists():
             parser.error(f"{args.out / run.file} exists, and a result stays as it is; name another folder with --out")
-        result = train(plans[name], run)
+        lacks_bf16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+        with products_in_float32() if lacks_bf16 else nullcontext():
+            result = train(plans[name], run)
         write_result(args.out / run.file, result)
         print(run.file, result["final"], f"{result['seconds']:.0f} s", flush=True)
         return
