@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import reference as oracle
@@ -180,3 +183,10 @@ def test_the_weight_of_a_backward_pass_has_the_bits_of_a_fold() -> None:
             scaled = a, b * case.spec.residual_scaling
             native.pull_back(case.spec, torch.randn(SHAPE), case.raw, case.beta, case.scales, names, scaled, weight)
             assert torch.equal(weight, fold(*case))
+
+
+def test_nothing_outside_the_arrays_is_touched() -> None:
+    """In a process of its own, which the first element beyond one ends."""
+    script = Path(__file__).with_name("guarded.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-400:]}{done.stderr[-2000:]}"

@@ -9,9 +9,10 @@ namespace {
 
 constexpr int TILE = 384;  // columns; what a tile needs of every array stays in the first-level cache
 
-// These sums may round once where they would round twice.
+// These sums may round once where they would round twice. And loops have no vectors but those written here: of rows of B
+// g++ 12 makes some that read one row too many, which crashes where the memory ends (with AVX2; tests/guarded.py).
 #pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
+#pragma GCC optimize("fp-contract=fast", "no-tree-loop-vectorize")
 
 constexpr int LANES = 16;
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
