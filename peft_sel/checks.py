@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, _ExcludedModule
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.tuners.tuners_utils import _ExcludedModule
 from torch import Tensor, nn
-from transformers.integrations import is_fsdp_enabled
 
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, HOLDER_NAME, PREFIX
 from peft_sel.errors import (
     AdapterMismatchError,
-    AdapterStateError,
     BrokenMergeError,
     ConfigError,
     OtherBaseError,
@@ -25,9 +22,8 @@ from peft_sel.errors import (
 )
 from peft_sel.experts import find_untouched_experts
 from peft_sel.layer import SELLayer
-from peft_sel.numerics import fingerprints_agree, init_parts
+from peft_sel.numerics import fingerprints_agree
 from peft_sel.partitioned import is_split, whole_shape
-from peft_sel.removal import iter_sel_layers
 from peft_sel.shapes import vector_config
 from peft_sel.sharded import gather
 from peft_sel.structured import check_sign
@@ -182,83 +178,6 @@ def check_multipliers(config: Any, state: dict[str, Tensor], adapter_name: str) 
 
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> None:
-    """Raise if the name cannot be, the model has it already, or another adapter needs a base to be dropped."""
-    if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict(), adapter_name):
-        raise AdapterStateError(
-            adapter_name, "has a name that torch cannot store", "choose one without dots that ModuleDict has not"
-        )
-    if adapter_name == BIAS:  # saving another adapter, PEFT would leave out every tensor with it in its name
-        raise AdapterStateError(adapter_name, "has a name that names biases in saved adapters", "choose another")
-    if config.base_weight == "cpu" and is_fsdp_enabled():
-        raise ConfigError(
-            "base_weight", "cpu", "FSDP with cpu_ram_efficient_loading has it in one process only; use 'keep' or 'drop'"
-        )
-    others = {name for layer in iter_sel_layers(model) for name in layer.sel_config}
-    if adapter_name in others:
-        raise AdapterStateError(
-            adapter_name, "is already in this model", "delete it first, or give the new one another name"
-        )
-    if config.base_weight == "drop" and others:
-        raise AdapterStateError(
-            adapter_name,
-            f"would free the base weights, which {list_names(sorted(others))} may need",
-            "use base_weight='keep', or delete the other adapters first",
-        )
-    configs = {adapter_name: config}
-    for layer in iter_sel_layers(model):
-        configs |= layer.sel_config
-    if len(configs) > 1:
-        _check_names(model, configs)
-    moving = [name for name, other in configs.items() if other.base_weight == "cpu"]
-    frozen = [name for name, other in configs.items() if not other.train_raw]
-    if moving and frozen:
-        raise AdapterStateError(
-            frozen[0],
-            "has train_raw=False and computes from the base weights in every step, and "
-            f"{moving[0]!r} moves them to the CPU",
-            "use base_weight='keep' for all adapters of this model",
-        )
-
-
-def _check_names(model: nn.Module, configs: dict[str, SELConfig]) -> None:
-    """Raise if saving one adapter would leave tensors out for the name of another, as PEFT does by parts of keys."""
-    parts = _collect_names(model) | {"model", "weight", BIAS}
-    for config in configs.values():
-        scales = list(config.scale_configs().values())
-        if config.bias == "sel_only":
-            scales += vector_config(config).scale_configs().values()
-        for scale in scales:
-            parts |= init_parts(scale.pattern, 1.0, (0, 0)).keys()
-    if (bad := next((name for name in configs if name in parts), None)) is not None:
-        raise AdapterStateError(
-            bad,
-            "has a name that stands for a module, a parameter or a part of a scale in saved adapters, so that another "
-            "adapter beside it would be saved without those tensors",
-            "choose another name; an adapter alone in its model can be saved and loaded under one",
-        )
-
-
-def _collect_names(module: nn.Module) -> set[str]:
-    """Return the names of all modules and parameters, without those that are names of adapters."""
-    names = {*module._parameters, *module._modules}
-    holds_adapters = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    for name, child in module._modules.items():
-        if child is not None and (not holds_adapters or name in ("base_layer", "original_module")):
-            names |= _collect_names(child)
-    return names
-
-
-def check_complete(names: Iterable[tuple[str, nn.Module]], adapter_name: str, state: dict[str, Tensor]) -> None:
-    """Raise if a tensor that an adapter of these modules trains is not among what is saved of it."""
-    for path, module in names:
-        for name, _ in module.named_parameters() if isinstance(module, SELLayer) else ():
-            key = f"{path}.{name}".replace("_fsdp_wrapped_module.", "").removeprefix(".")
-            if name.startswith(PREFIX) and name.split(".")[1] == adapter_name and key not in state:
-                way_out = "pass the state_dict of the whole model, and call no adapter like a part of that key"
-                raise AdapterStateError(adapter_name, f"would be saved without {key}", way_out)
 
 
 def check_can_split(model: nn.Module, config: SELConfig) -> None:

@@ -16,7 +16,6 @@ from peft_sel.accumulation import Accumulation, share_weights
 from peft_sel.base import place_base_weights, show_placeholders
 from peft_sel.card import find_base
 from peft_sel.checks import (
-    check_can_add,
     check_can_merge,
     check_can_split,
     check_found,
@@ -25,6 +24,7 @@ from peft_sel.checks import (
     warn_of_untouched_experts,
     warn_of_weakening,
 )
+from peft_sel.coexistence import check_beside, check_can_add, list_saved_modules
 from peft_sel.conversion import BIAS, PREFIX, makes_meta_parameters, matches_end
 from peft_sel.errors import (
     AdapterStateError,
@@ -139,9 +139,10 @@ class SELModel(SavedTuner):
         flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         disabled = any(layer.disable_adapters for layer in iter_sel_layers(model))
         with show_placeholders(iter_sel_layers(model)):
-            num_targets = None if state_dict is not None else len(self._find_targets(model, config))
-        what = "Converting" if self._convert else "Adding"  # a load converts nothing
-        self._progress = tqdm(total=num_targets, desc=what, unit="module", disable=None, delay=PATIENCE_S, leave=False)
+            targets = self._find_targets(model, config) if state_dict is None else list_saved_modules(state_dict)
+            check_beside(model, adapter_name, config, targets)
+        shown = {"desc": "Converting" if self._convert else "Adding", "unit": "module", "total": len(targets)}
+        self._progress = tqdm(**shown, disable=None, delay=PATIENCE_S, leave=False)
         try:
             with agreeing():
                 with show_placeholders(iter_sel_layers(model)):
@@ -270,8 +271,7 @@ class SELModel(SavedTuner):
         """Select the base biases to save: none where "sel_only" converts them."""
         if config.bias == "sel_only":
             return {}
-        biases: dict[str, Tensor] = super()._get_learnable_bias_state_dict(model, state_dict, config)
-        return biases
+        return dict(super()._get_learnable_bias_state_dict(model, state_dict, config))
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         """Put a module in the place of another; PEFT's version fails on a saved module without a weight of its own."""
@@ -279,8 +279,7 @@ class SELModel(SavedTuner):
 
     def _hidden_size(self) -> int | None:
         config: Any = getattr(self.model, "config", None)
-        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(text_config, "hidden_size", None)
+        return getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "hidden_size", None)
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:

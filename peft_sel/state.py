@@ -12,7 +12,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from peft_sel.card import summarize_tensors
-from peft_sel.checks import check_base, check_complete, check_gathered, check_loadable, check_multipliers, check_saved
+from peft_sel.checks import check_base, check_gathered, check_loadable, check_multipliers, check_saved
+from peft_sel.coexistence import check_complete
 from peft_sel.config import SELConfig
 from peft_sel.conversion import BIAS, PREFIX
 from peft_sel.errors import AdapterStateError, OffloadedError

@@ -18,7 +18,7 @@ def test_a_second_adapter_cannot_be_called_like_a_part_of_a_key() -> None:
     model = convert(make_tiny(), target_modules=["q_proj"])
     before = fingerprint(model)
     for name in ("1", "q_proj", "model", "row", "weight", "symexplin_raw"):
-        with pytest.raises(SELError, match=rf"adapter '{name}' has a name that stands for .*choose another name"):
+        with pytest.raises(SELError, match=rf"adapter '{name}' has a name that is a part of .*; choose another;"):
             model.add_adapter(name, make_config(target_modules=["k_proj"]))
     assert fingerprint(model) == before and list(model.peft_config) == ["default"]
 
@@ -64,3 +64,56 @@ def test_saving_a_state_dict_that_lacks_a_tensor_is_refused(lost: str, tmp_path:
     with pytest.raises(SELError, match=rf"saved without base_model\..*layers\.1\.self_attn\.q_proj\.{lost}"):
         model.save_pretrained(tmp_path, state_dict=state)
     assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_names_of_modules_that_no_adapter_saves_are_free(tmp_path: Path) -> None:
+    model = convert(make_tiny(), target_modules=["q_proj"])
+    for name in ("norm", "mlp", "v_proj", "dense"):
+        model.add_adapter(name, make_config(init_weights=False, target_modules=["k_proj"]))
+    model.save_pretrained(tmp_path)
+    for name in model.peft_config:
+        model.set_adapter(name)
+        folder = tmp_path if name == "default" else tmp_path / name
+        assert equal(logits(PeftModel.from_pretrained(make_tiny(), folder)), logits(model))
+
+
+def test_what_another_adapter_targets_or_trains_whole_is_no_name() -> None:
+    model = convert(make_tiny(), target_modules=["q_proj"])
+    for name, options in (
+        ("mlp", {"target_modules": ["up_proj"]}),
+        ("norm", {"target_modules": ["k_proj"], "modules_to_save": ["norm"]}),
+        ("k_proj", {"target_modules": ["v_proj"], "bias": "all"}),
+    ):
+        base = make_biased() if "bias" in options else make_tiny()
+        adapted = get_peft_model(base, make_config(target_modules=["q_proj"]))
+        with pytest.raises(SELError, match=f"adapter '{name}' has a name .*; choose another"):
+            adapted.add_adapter(name, make_config(**options))
+    model.add_adapter("mlp", make_config(target_modules=["q_proj"]))
+    with pytest.raises(SELError, match=r"adapter 'mlp' has a name .*delete it first, or load it under another name"):
+        model.add_adapter("other", make_config(target_modules=["up_proj"]))
+    assert list(model.peft_config) == ["default", "mlp"]
+
+
+def test_a_module_that_is_trained_whole_cannot_hold_modules_of_another_adapter(tmp_path: Path) -> None:
+    inside, whole = {"target_modules": ["q_proj"]}, {"target_modules": ["up_proj"], "modules_to_save": ["self_attn"]}
+    for first, second, message in (
+        (inside, whole, r"modules_to_save=\['self_attn'\]: model.layers.0.self_attn has modules that another"),
+        (whole, inside, r"target_modules=.*q_proj lies in model.layers.0.self_attn, which another adapter trains"),
+    ):
+        model = get_peft_model(make_tiny(), make_config(**first))
+        with pytest.raises(SELError, match=message):
+            model.add_adapter("other", make_config(**second))
+        model.save_pretrained(tmp_path)
+        assert equal(logits(PeftModel.from_pretrained(make_tiny(), tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_two_adapters_may_train_one_module_whole(name: str, tmp_path: Path) -> None:
+    options = {"target_modules": ["q_proj"], "modules_to_save": [name]}
+    model = get_peft_model(make_tiny(tie_word_embeddings=False), make_config(init_weights=False, **options))
+    model.add_adapter("other", make_config(init_weights=False, **options))
+    model.set_adapter("other")
+    model.save_pretrained(tmp_path)
+    assert equal(
+        logits(PeftModel.from_pretrained(make_tiny(tie_word_embeddings=False), tmp_path / "other")), logits(model)
+    )
