@@ -360,6 +360,7 @@ def test_arms_from_scratch_start_from_the_weights_that_sel_draws(method: str) ->
         torch.testing.assert_close(found["sel"][key], weight, rtol=1e-6, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch cannot name an operator's kernel")
 def test_products_in_float32_are_those_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, widened = products._Product.__call__, []
     monkeypatch.setattr(

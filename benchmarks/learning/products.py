@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import _scoped_library, get_kernel
+from torch.library import _scoped_library
 
 # How many results have the dtype of the arguments; flash attention's others are float32.
 OPERATORS = {
@@ -39,7 +39,7 @@ def products_in_float32() -> Iterator[None]:
 class _Product:
     def __init__(self, name: str, count: int) -> None:
         self.name = name
-        self.kernel = get_kernel(f"aten::{name}", "CPU")
+        self.kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
         self.count = count
 
     def __call__(self, keys: Any, *args: Any, **options: Any) -> Any:
