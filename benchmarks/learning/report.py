@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -171,14 +172,19 @@ def _render_pilot() -> str:
 
 def _render_machine(results: Results) -> str:
     """Say what the results were measured on."""
-    kinds = {}
+    kinds: Counter[str] = Counter()
     for result in results.values():
         environment = result["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
         machine = environment["machine"]
-        kinds[f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} thread(s) a run; {versions}"] = 1
+        processor = f"{machine['processor']} with {machine['vectors']}, {machine['cores']} cores"
+        kinds[f"{processor}, {machine['threads']} thread(s) a run; {versions}"] += 1
     hours = sum(result["seconds"] for result in results.values()) / 3600
-    return f"## Measured on\n\n{len(results)} runs, {hours:.1f} hours of one thread. " + "; and ".join(kinds) + "."
+    machines = "; and ".join(f"{count} on {kind}" for kind, count in kinds.items())
+    return (
+        f"## Measured on\n\n{len(results)} runs, {hours:.1f} hours of one thread: {machines}. With AVX2 alone products "
+        "of bf16 are computed in float32 (products.py)."
+    )
 
 
 def _render_missing(plans: dict[str, Plan], results: Results) -> str:
