@@ -103,7 +103,9 @@ def _collect_configs(model: nn.Module) -> dict[str, SELConfig]:
 def _collect_parts(model: nn.Module, configs: Iterable[SELConfig], targets: list[str]) -> set[str]:
     """Return the parts of the keys under which tensors of these adapters are saved, but for names of adapters."""
     parts = {"base_model", "model", "weight", BIAS, HOLDER_NAME}
-    for path in (*targets, *_iter_saved(model, list(configs))):
+    # A regex may match what lies in a converted module too, under names of adapters; PEFT passes over it.
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, SELLayer))
+    for path in (*(name for name in targets if not name.startswith(inside)), *_iter_saved(model, list(configs))):
         parts.update(path.split("."))
     for config in configs:
         scales = [*config.scale_configs().values()]

@@ -77,6 +77,12 @@ def test_names_of_modules_that_no_adapter_saves_are_free(tmp_path: Path) -> None
         assert equal(logits(PeftModel.from_pretrained(make_tiny(), folder)), logits(model))
 
 
+def test_a_regex_that_matches_insides_of_converted_modules_makes_no_name_a_part() -> None:
+    model = convert(make_tiny(), target_modules=r".*\.q_proj.*")
+    model.add_adapter("other", make_config(target_modules=r".*\.q_proj.*"))
+    assert list(model.peft_config) == ["default", "other"]
+
+
 def test_what_another_adapter_targets_or_trains_whole_is_no_name() -> None:
     model = convert(make_tiny(), target_modules=["q_proj"])
     for name, options in (
