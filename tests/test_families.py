@@ -257,7 +257,10 @@ def test_t5_keeps_its_last_projections_in_float32(base_weight, tmp_path: Path):
     )
     wide = {name for name, layer in sel_layers(model).items() if layer.base_weight.dtype == torch.float32}
     assert wide == {name for name in FAMILIES["t5"][2] if name.endswith(".wo")}
-    torch.testing.assert_close(logits(model, "t5"), expected, rtol=2e-3, atol=2e-3)
+    # The float32 weights come back to some ulps, so that activations may round to the next fp16 number: of the four
+    # blocks' additions, both ways. (On AVX2 they do; on AVX512 the logits are within 2e-3.)
+    tolerance = 2 * 4 * torch.finfo(torch.float16).eps
+    torch.testing.assert_close(logits(model, "t5"), expected, rtol=tolerance, atol=tolerance)
     merged = model.merge_and_unload().state_dict()
     halves = {name: value for name, value in state.items() if value.dtype == torch.float16}
     assert_same_bits({name: merged[name] for name in halves}, halves)

@@ -75,9 +75,11 @@ def test_two_processes_train_as_one_does(folder: Path, results: list[Any], name:
     for adapter in (folder / "adapters" / name, tmp_path / "one"):
         merge_checkpoint(folder / case.base, adapter, tmp_path / "merged" / adapter.name, progress=False)
         merged.append(load_file(tmp_path / "merged" / adapter.name / "model.safetensors"))
+    # In bf16 a product's sums may depend on its number of rows (1.4e-4 on AVX2), and results round to the next number.
+    loss_tolerance = max(TOLERANCE, torch.finfo(model.dtype).eps)
     for result in results:
         assert result[name]["groups"] == groups
-        assert result[name]["losses"] == pytest.approx(losses, rel=TOLERANCE)
+        assert result[name]["losses"] == pytest.approx(losses, rel=loss_tolerance)
     assert losses[-1] < losses[0]
     for key, expected in merged[1].items():  # some bf16 weights round to the next number
         tolerance = max(TOLERANCE, torch.finfo(expected.dtype).eps)
