@@ -40,7 +40,7 @@ def check_can_add(model: nn.Module, adapter_name: str, config: SELConfig) -> Non
             f"would free the base weights, which {list_names(sorted(others))} may need",
             "use base_weight='keep', or delete the other adapters first",
         )
-    configs = {adapter_name: config, **_collect_configs(model)}
+    configs = {adapter_name: config, **others}
     moving = [name for name, other in configs.items() if other.base_weight == "cpu"]
     frozen = [name for name, other in configs.items() if not other.train_raw]
     if moving and frozen:
